@@ -45,8 +45,8 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
     )
 
 
-def group_header(group: jax_ep.Group, *command: str) -> str:
-    return header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), command)
+def group_header(group: jax_ep.Group, *command: str, packages: Sequence[str] = ()) -> str:
+    return header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), command, packages)
 
 
 def command_line(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ _ROWS = ["ffi/comm", "ffi/rows", "ffi/kernels/moe", "jax_ep/ops/moe"]
 _PRODUCTS = ["ffi/gemm", "ffi/kernels/matmul", "ffi/runtime/cuda", "jax_ep/ops/matmul"]
 SOURCES = {
     "moe": _ROWS,
+    "deep-ep": _ROWS,
     "layer": _ROWS + _PRODUCTS,
     "peers": _ROWS + _PRODUCTS,
     "ragged": ["ffi/comm", "ffi/kernels/ragged", "jax_ep/ops/ragged"],

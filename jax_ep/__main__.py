@@ -28,6 +28,7 @@ _BENCHES = {
     "moe": "dispatch and combine",
     "layer": "moe_mlp beside its products alone, --float8 too",
     "peers": "moe_mlp beside other libraries' layers on one GPU",
+    "deep_ep": "dispatch and combine beside DeepEP's",
     "ragged": "ragged_all_to_all",
     "sparse": "sparse_all_reduce",
     "matmul": "dense and grouped matrix products",

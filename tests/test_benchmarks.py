@@ -102,3 +102,18 @@ def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, for
     out, backward = jax.vjp(dense, *others)
     for mine, expected in zip(jax.tree.leaves(actual), (out, *backward(others[-1])), strict=True):
         np.testing.assert_allclose(mine, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
+
+
+def test_what_numpy_expects_of_deep_ep() -> None:
+    """Two ranks of two tokens, four experts: who gets which token, how often, and the table's row."""
+    deep_ep, ids = benchmark("deep_ep"), np.array([[0, 1], [3, 2], [1, 3], [2, 0]])
+    assert deep_ep.first_of_each_rank(ids, 4, 2).tolist() == [[0, -1], [3, -1], [1, 3], [2, 0]]
+    expected = [{name: each.tolist() for name, each in rank.items()} for rank in deep_ep.what_comes(ids, 4, 2)]
+    assert expected == [
+        {"tokens": [3], "by_expert": [2, 2], "visits": [1, 1]},
+        {"tokens": [3], "by_expert": [2, 2], "visits": [2, 2]},
+    ]
+    times = {"dispatch, 24": [3.0, 1.0, 2.0], "DeepEP dispatch, 24": [4.0, 4.0, 4.0]}
+    assert list(deep_ep.rows_of(8, {"dispatch, 24": "dispatch, 24"}, times)) == [
+        "| 8 | dispatch | 24 | 2.0 | 4.0 | 0.50 | - |"
+    ]

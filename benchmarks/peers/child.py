@@ -33,6 +33,8 @@ def main(peer: str) -> None:
     os.dup2(2, 1)  # libraries print
     if peer == "jax_ep":
         from .layer_jax import Layer
+    elif peer == "deep_ep":
+        from .layer_deep_ep import Layer
     else:
         from .layer_torch import Layer
     layer = Layer(peer)

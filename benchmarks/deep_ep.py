@@ -1,0 +1,239 @@
+"""dispatch and combine beside DeepEP's on the GPUs of one host: `python -m jax_ep bench deep_ep --source DIR`.
+
+`bash benchmarks/peers/deep_ep.sh DIR` builds DeepEP. Its ranks are processes, in turns with ours on the same GPUs and
+ids, after as much heat. Its calls are in CUDA graphs, ours in jitted loops: the host's part does not count.
+
+- DeepEP's dispatch stores a token once per rank, as ours with expand=False. By default ours has a row for each expert.
+- DeepEP's dispatch takes float8 tokens. Ours quantizes them.
+- "DeepEP" includes all that ours does: the layout, the exchange of counts, ids and weights, and no wait for the host.
+  "with a handle" leaves out all but the tokens, as its own test does.
+- DeepEP's combine adds one row per rank, unweighted; what sums the experts' rows before is not timed. Ours weighs and
+  sums them. "one row a rank" is ours where a token has one expert on each of its ranks: like with like.
+- The low-latency ops of few tokens have a row for each expert and weights, as ours, but T * R rows of room for each.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_ep
+
+from . import formulations as forms
+from .formulations import AXIS
+from .in_jit_loop import HEAT_SECONDS, Program, compile_loops, median_microseconds, on_ranks
+from .moe import FP8_ROWS, NOT_EXPANDED, Candidate, our_candidates, relative_error
+from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
+from .peers.run import FRACTION, Child, environment
+from .provenance import group_header
+from .tables import heading, row
+
+ONE_ROW = "combine, one row a rank"
+NORMAL = {  # by our op, DeepEP's
+    "dispatch": "dispatch",
+    f"dispatch, {NOT_EXPANDED}": "dispatch",
+    FP8_ROWS: "dispatch, fp8",
+    f"{FP8_ROWS}, {NOT_EXPANDED}": "dispatch, fp8",
+    "combine": "combine",
+    ONE_ROW: "combine",
+}
+LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FP8_ROWS, "combine")}
+FEW_TOKENS, FEW_SMS = 128, 24
+PATIENCE = 240  # seconds, after which DeepEP hangs
+HANDLE = "with a handle: "
+COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"
+
+Times = dict[str, list[float]]  # us of each round, by op and SMs
+
+
+def first_of_each_rank(ids: np.ndarray, experts: int, ranks: int) -> np.ndarray:
+    """The ids [T, K], with -1 for all but the first expert of a token on a rank."""
+    owners = ids // (experts // ranks)
+    earlier = (owners[:, :, None] == owners[:, None, :]) & np.tri(ids.shape[1], k=-1, dtype=bool)
+    return np.where(earlier.any(axis=2), -1, ids)
+
+
+def what_comes(ids: np.ndarray, experts: int, ranks: int) -> list[dict[str, np.ndarray]]:
+    """For each rank, of the ids [R * T, K] of all: the tokens [1] and the rows of its experts [E / R] that it receives,
+    and the number of ranks that receive each of its own tokens [T].
+    """
+    first, local = first_of_each_rank(ids, experts, ranks), experts // ranks
+    tokens = np.bincount(first[first >= 0] // local, minlength=ranks)
+    by_expert = np.bincount(ids.ravel(), minlength=experts)
+    visits = np.count_nonzero(first >= 0, axis=1)
+    each = zip(tokens, by_expert.reshape(ranks, local), visits.reshape(ranks, -1), strict=True)
+    return [{"tokens": np.array([t]), "by_expert": e, "visits": v} for t, e, v in each]
+
+
+class DeepEP:
+    """Its ranks, each a process. One that fails ends them all, and a line says why."""
+
+    def __init__(self, source: Path, case: Case, ids: np.ndarray, ranks: int, low_latency: bool, folder: Path):
+        settings = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_IB": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+        variables = environment("deep_ep", folder) | settings | {"GLOO_SOCKET_IFNAME": "lo"}
+        variables["PYTHONPATH"] = os.pathsep.join((str(source.resolve()), variables["PYTHONPATH"]))
+        self._logs = [folder / f"rank{rank}" for rank in range(ranks)]
+        self._children = [Child("deep_ep", variables, log) for log in self._logs]
+        shape = {"ranks": ranks, "store": str(folder / "store"), "low_latency": low_latency}
+        shape |= {"hidden": case.shape.hidden, "experts": case.shape.experts}
+        questions = []
+        for rank, expected in enumerate(what_comes(ids, case.shape.experts, ranks)):
+            own = np.split(ids, ranks)[rank]
+            weights = np.random.default_rng(rank).random(own.shape, np.float32)
+            file = str(folder / f"operands{rank}.npz")
+            np.savez(file, allow_pickle=False, ids=own, weights=weights, **expected)
+            questions.append({"shape": shape | {"rank": rank}, "operands": file, "expected": file})
+        for answer in self._ask(questions)[:1]:
+            for op, (time, sms, chunk) in answer["chosen"].items():
+                print(f"- DeepEP's {op}: {sms} SMs, {chunk} rows at a time, {time:.1f} us when it was tuned")
+            if answer["eager"]:
+                print(f"- without a CUDA graph: {'; '.join(answer['eager'])}")
+
+    def microseconds(self, op: str, heat: float) -> float | None:
+        """Of the slowest rank; None if it failed, or does not know the op."""
+        answers = self._ask([{"quantity": op, "heat": heat}] * len(self._children))
+        return max((answer[op] for answer in answers), default=None)
+
+    def _ask(self, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not self._children:
+            return []
+        try:
+            with ThreadPoolExecutor(len(questions)) as pool:
+                asked = [
+                    pool.submit(child.ask, PATIENCE, **q) for child, q in zip(self._children, questions, strict=True)
+                ]
+                answers = [each.result() for each in asked]
+        except (TimeoutError, EOFError) as lost:
+            answers = [{"failed": str(lost)}]
+        print(f"DeepEP: {answers[0]}", file=sys.stderr, flush=True)
+        for failed in [answer["failed"] for answer in answers if "failed" in answer][:1]:
+            print(f"- DeepEP failed at {questions[0].get('quantity', 'prepare')}: {failed}", flush=True)
+            self.close()
+            for log in self._logs:
+                print(f"{log.name}: {log.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
+            return []
+        return answers
+
+    def close(self) -> None:
+        while self._children:
+            self._children.pop().close()
+
+
+def checked_candidates(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) -> list[Candidate]:
+    """Of ours, after a check that the rows arrive that numpy counts, and that weighted sums return.
+
+    `groups`: by SMs, among them "all".
+    """
+    shape, group = case.shape, groups["all"]
+    room, inputs = capacity(case, load(ids, shape.experts, group.size)), make_inputs(shape, ids, group.mesh)
+    one_row = make_inputs(shape, first_of_each_rank(ids, shape.experts, group.size), group.mesh)
+    ours = forms.jax_ep_ops(group, shape.experts, room)
+
+    def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> tuple[jax_ep.Dispatched, jax.Array]:
+        state = ours.dispatch(tokens, ids, weights)
+        wanted = tokens.astype(jnp.float32) * jnp.where(ids >= 0, weights, 0).sum(axis=1, keepdims=True)
+        return state, relative_error(wanted, ours.combine(state, weights))[None]
+
+    states = []
+    for operands in (inputs, one_row):
+        state, errors = on_ranks(both, group.mesh)(*operands)
+        of_all = np.asarray(operands[1])
+        arrived, wanted = np.asarray(state.group_sizes), np.bincount(of_all[of_all >= 0], minlength=shape.experts)
+        if not np.all(np.asarray(errors) < 2**-7) or np.any(arrived != wanted):
+            raise AssertionError(f"{case}: sums are off by {errors}, rows by {arrived - wanted}")
+        states.append(state)
+    found = []
+    for sms, one in groups.items():
+        combine = our_candidates(shape, room, one, one_row, states[1])[-1]._replace(op=ONE_ROW)
+        for candidate in (*our_candidates(shape, room, one, inputs, states[0]), combine):
+            found.append(candidate._replace(op=f"{candidate.op}, {sms}"))
+    return found
+
+
+def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_latency: bool, rounds: int) -> Iterator[str]:
+    """The rows of the table."""
+    group = groups["all"]
+    ids = make_ids(case, group.size)
+    ops = LOW_LATENCY if low_latency else NORMAL
+    wanted = {f"{op}, {sms}": f"{theirs}, {sms}" for op, theirs in ops.items() for sms in groups}
+    ours = {one.op: one for one in checked_candidates(case, ids, groups) if one.op in wanted}
+    programs = dict(zip(ours, compile_loops([one.loop for one in ours.values()], group.mesh), strict=True))
+    heat = HEAT_SECONDS if group.platform != "cpu" else 0
+    times: Times = {}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        deep_ep = stack.enter_context(contextlib.closing(DeepEP(source, case, ids, group.size, low_latency, folder)))
+        turns: dict[str, Callable[[], float | None]] = {}  # each of DeepEP's once
+        for name, other in wanted.items():
+            turns[name] = partial(our_microseconds, ours[name], programs[name], heat > 0)
+            for theirs in (other, HANDLE + other) if other.startswith("dispatch") and not low_latency else (other,):
+                turns.setdefault(f"DeepEP {theirs}", partial(deep_ep.microseconds, theirs, heat))
+        for _ in range(rounds):
+            for name, take in turns.items():
+                if (time := take()) is not None:
+                    print(f"{name}: {time:.1f} us", file=sys.stderr, flush=True)
+                    times.setdefault(name, []).append(time)
+    for one in groups.values():
+        one.check()
+    yield from rows_of(case.shape.tokens, wanted, times)
+
+
+def our_microseconds(candidate: Candidate, program: Program, hot: bool) -> float:
+    return median_microseconds([candidate.loop], [program], 1, hot=hot)[0]
+
+
+def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[str]:
+    """Medians, and the median of the ratios of the rounds. `wanted`: DeepEP's op by ours, each with its SMs."""
+    for name, other in wanted.items():
+        mine, theirs, handle = (times.get(each, []) for each in (name, f"DeepEP {other}", f"DeepEP {HANDLE}{other}"))
+        ratios = [a / b for a, b in zip(mine, theirs, strict=False)]
+        cells = [f"{statistics.median(each):,.1f}" if each else "-" for each in (mine, theirs, handle)]
+        op, _, sms = name.rpartition(", ")
+        yield row(tokens, op, sms, *cells[:2], f"{statistics.median(ratios):.2f}" if ratios else "-", cells[2])
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep bench deep_ep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="where DeepEP was built")
+    parser.add_argument("--ranks", type=int, help="the first so many GPUs [all]")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="of turns [%(default)s]")
+    options = parser.parse_args(arguments)
+    if not list(options.source.glob("deep_ep_cpp*.so")):
+        parser.error(
+            f"no deep_ep_cpp*.so in {options.source}: `bash benchmarks/peers/deep_ep.sh {options.source}` first"
+        )
+
+    os.environ.setdefault(FRACTION, "0.5")  # DeepEP's processes need the rest
+    mesh = Mesh(np.array(jax.devices()[: options.ranks]), (AXIS,))
+    with contextlib.ExitStack() as stack:
+        open_group = partial(jax_ep.Group, mesh, AXIS)
+        few = stack.enter_context(open_group(max_sms=FEW_SMS))
+        groups = {str(FEW_SMS): few, "all": stack.enter_context(open_group())}
+        installed = {distribution.name for distribution in importlib.metadata.distributions()}
+        packages = [name for name in ("torch", "nvidia-nvshmem-cu13") if name in installed]
+        print(group_header(groups["all"], "deep_ep", *arguments, packages=packages))
+        print("- DeepEP V1; all: ours on as many SMs as it likes, DeepEP on the best of several numbers")
+        print(f"- median of {options.rounds} rounds of turns, each after {HEAT_SECONDS:g} s of the same", flush=True)
+        table = []
+        for tokens, low_latency in ((options.tokens, False), (min(FEW_TOKENS, options.tokens), True)):
+            case = Case(Shape(tokens, 7168, 8, 256, "bfloat16"))
+            those = {"all": groups["all"]} if low_latency else groups
+            table += measure(case, those, options.source, low_latency, options.rounds)
+    print("\n".join(("", heading(COLUMNS), *table)))
+    return 0
