@@ -1,4 +1,4 @@
-"""A group: the devices along one mesh axis, their symmetric heap, and its lifetime."""
+"""A group: the devices along one mesh axis, their signal pads, and its lifetime."""
 
 import logging
 import math
@@ -202,7 +202,7 @@ class Group:
         return topology.plan(self.nodes, num_tokens, top_k, num_experts)
 
     def close(self) -> None:
-        """Ends the group and frees its heap. Ops that still run on it get a `GroupClosedError`. May be called twice."""
+        """Ends the group and frees its memory. Ops that still run get a `GroupClosedError`. May be called twice."""
         self._close(in_order=True)
 
     def _close(self, *, in_order: bool) -> None:

@@ -13,7 +13,7 @@ from jax_ep import Group
 
 EXPERTS = 8
 WARM_UP, OPENINGS = 8, 50
-MOST_MB = 24  # the allocator's own; a heap has 5 MB
+MOST_MB = 24  # the allocator's own; a signal pad has 5 MB
 MOST_PROGRAMS = 25
 
 

@@ -122,8 +122,8 @@ BANS = [
     Ban(
         "peers_are_reached_by_windows",
         DEVICE,
-        r"\bheaps\[|->buffers\[|\bmail\[",
-        r"comm/(window|op|heap)\.h",
+        r"\bsignal_pads\[|->buffers\[|\bmail\[",
+        r"comm/(window|op|signal_pad)\.h",
         ("rows/a.h", "char* to = box->buffers[0];"),
     ),
     Ban(

@@ -1,8 +1,8 @@
 // How the CTAs of a rank meet at a barrier, and how they find out which of them take part in an op.
 #pragma once
 
-#include "comm/heap.h"
 #include "comm/platform.h"
+#include "comm/signal_pad.h"
 #include "comm/spin.h"
 
 namespace jax_ep {
@@ -36,8 +36,8 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
 constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
 
 // Returns the part of this CTA among the members, or an empty part if the members were already counted. One
-// lane of a CTA calls. `words` is one word of the heap: its low half counts the CTAs that have begun, its high half the
-// members.
+// lane of a CTA calls. `words` is one word of the signal pad: its low half counts the CTAs that have begun, its high
+// half the members.
 JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   const auto members = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
@@ -122,7 +122,7 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
 
 // This coop as a member. A coop whose CTA came too late only finishes the op.
 JAX_EP_FN Coop join_op(const Comm& comm, const Coop& coop) {
-  return as_member(coop, join_cta(coop, &comm.own_heap->members, coop.cta.count));
+  return as_member(coop, join_cta(coop, &comm.own_signal_pad->members, coop.cta.count));
 }
 
 }  // namespace jax_ep

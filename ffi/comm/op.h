@@ -5,10 +5,10 @@
 #pragma once
 
 #include "comm/ctas.h"
-#include "comm/heap.h"
 #include "comm/integers.h"
 #include "comm/notes_to_host.h"
 #include "comm/result.h"
+#include "comm/signal_pad.h"
 #include "comm/timeline.h"
 
 namespace jax_ep {
@@ -18,16 +18,16 @@ class Op {
   JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)
       : comm(comm),
         coop(coop),
-        heap(comm.own_heap),
-        epoch(load_relaxed(&heap->epoch) + 1),
+        signal_pad(comm.own_signal_pad),
+        epoch(load_relaxed(&signal_pad->epoch) + 1),
         stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),
-        track_(find_track(heap, coop)),
-        status_(load_relaxed(&heap->abort) ? Status::aborted : Status::ok) {}
+        track_(find_track(signal_pad, coop)),
+        status_(load_relaxed(&signal_pad->abort) ? Status::aborted : Status::ok) {}
 
   const Comm& comm;
   const Coop& coop;
-  Heap* const heap;
+  SignalPad* const signal_pad;
   const uint64_t epoch;
 
   // False once this coop has seen the op fail. Then signals and waits do nothing.
@@ -53,7 +53,7 @@ class Op {
     enter(Phase::post);
     each_peer([&](int peer) {
       for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, posted.buffers[i], i);
-      store_release(&comm.heaps[peer]->posted[comm.rank], stamp_);
+      store_release(&comm.signal_pads[peer]->posted[comm.rank], stamp_);
     });
   }
 
@@ -71,16 +71,16 @@ class Op {
   // Each reports an error to the host, which keeps the first report of an op. The group stays usable; this op delivers
   // nothing.
   JAX_EP_FN void report_capacity(int rank, int64_t capacity, int64_t needed) const {
-    record(heap, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
+    record(signal_pad, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
   }
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
-    record(heap, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
+    record(signal_pad, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every peer that rows of this op will be missing. A peer then delivers nothing either. Called after
   // wait_posted(), and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
-    each_peer([&](int peer) { store_relaxed(&comm.heaps[peer]->refused, epoch); });
+    each_peer([&](int peer) { store_relaxed(&comm.signal_pads[peer]->refused, epoch); });
     coop.sync();
   }
 
@@ -101,84 +101,84 @@ class Op {
     coop.sync();
     int last = 0;
     if (coop.lane == 0)
-      last = fetch_add(&heap->exited, uint64_t{1}) == static_cast<uint64_t>(coops ? coops : coop.count) - 1;
+      last = fetch_add(&signal_pad->exited, uint64_t{1}) == static_cast<uint64_t>(coops ? coops : coop.count) - 1;
     if (coop.broadcast(last)) finish_last(results);
     enter(Phase::none);
   }
 
-  // ---- Signals and waits. Flags hold stamps (comm/heap.h), so nothing is reset between ops ----
+  // ---- Signals and waits. Flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
 
-  // A flag for every source rank, in the heap of each rank.
-  using Flags = uint64_t (Heap::*)[kMaxRanks];
+  // A flag for every source rank, in the signal pad of each rank.
+  using Flags = uint64_t (SignalPad::*)[kMaxRanks];
 
   // Raises this rank's flag at every peer. One coop is `elected`, and has met the coops that wrote the flag's data.
   JAX_EP_FN void signal(Flags flags, bool elected) {
     coop.sync();
     if (!ok() || !elected) return;
     enter(Phase::post);
-    each_peer([&](int peer) { store_release(&(comm.heaps[peer]->*flags)[comm.rank], stamp_); });
+    each_peer([&](int peer) { store_release(&(comm.signal_pads[peer]->*flags)[comm.rank], stamp_); });
   }
-  // Raises a flag in this rank's own heap, under the same conditions.
+  // Raises a flag in this rank's own signal pad, under the same conditions.
   JAX_EP_FN void signal_here(uint64_t* flag, bool elected) {
     if (ok() && elected && coop.lane == 0) store_release_here(flag, stamp_);
   }
 
   // Waits for the flags of all sources.
   JAX_EP_FN void wait(Flags flags) {
-    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(heap->*flags)[peer]; });
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(signal_pad->*flags)[peer]; });
   }
   // Waits for a flag that this rank itself raises.
   JAX_EP_FN void wait_here(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
   // Waits until all peers have posted their buffers. From then on this rank may write to the buffers.
-  JAX_EP_FN void wait_posted() { wait(&Heap::posted); }
+  JAX_EP_FN void wait_posted() { wait(&SignalPad::posted); }
   // Waits until a chunk is here, from one source or from all.
   JAX_EP_FN void wait_delivered(int source, int chunk) {
-    wait_each(1, [&](int) { return source; }, [&](int) { return &heap->delivered[source][chunk]; });
+    wait_each(1, [&](int) { return source; }, [&](int) { return &signal_pad->delivered[source][chunk]; });
   }
   JAX_EP_FN void wait_delivered(int chunk) {
-    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &heap->delivered[peer][chunk]; });
+    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &signal_pad->delivered[peer][chunk]; });
   }
   // Waits for `count` chunks from number `first` on; the c-th chunk of a source has number source * chunks + c.
   JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
     wait_each(
         count, [&](int i) { return (first + i) / chunks; },
-        [&](int i) { return &heap->delivered[(first + i) / chunks][(first + i) % chunks]; });
+        [&](int i) { return &signal_pad->delivered[(first + i) / chunks][(first + i) % chunks]; });
   }
 
-  // Whether a flag in this rank's heap is of this op.
+  // Whether a flag in this rank's signal pad is of this op.
   JAX_EP_FN bool is_raised(const uint64_t* flag) const { return load_acquire(flag) >= first_stamp(); }
 
   // is_earlier(ask_posted()): whether this rank has not posted yet. ask_posted() issues the load, is_earlier() uses it.
-  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&heap->posted[comm.rank]); }
+  JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&signal_pad->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
   // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
   JAX_EP_FN void barrier() {
     enter(Phase::barrier);
-    meet(&heap->everyone, coop.cta.count);
+    meet(&signal_pad->everyone, coop.cta.count);
   }
   // Waits for the coops of the first `ctas` CTAs. Only these coops call.
   JAX_EP_FN void routing_barrier(int ctas) {
     if (ctas == 1)
       coop.cta_sync();  // no other CTA takes part
     else
-      meet(&heap->routing, ctas);
+      meet(&signal_pad->routing, ctas);
   }
 
   // ---- Work: tickets hand out items, counts say when a chunk is whole ----
 
   // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. Work between the two
   // steps hides the latency.
-  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&heap->ticket); }
-  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&heap->push_ticket); }
+  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&signal_pad->ticket); }
+  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
 
   // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up.
   JAX_EP_FN bool may_push() const { return !ask_abort(); }
   // Loads the abort word for later. Nothing may be pushed if it is not zero.
-  JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&heap->abort) : ~uint64_t{0}; }
+  JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&signal_pad->abort) : ~uint64_t{0}; }
 
   // Adds `pushed` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
   // peer. All lanes call.
@@ -188,12 +188,12 @@ class Op {
       last = pushed == whole || count_pushed(chunk, pushed, whole) == whole;
     if (!coop.broadcast(last)) return;
     coop.sync();
-    each_peer([&](int peer) { store_release(&comm.heaps[peer]->delivered[comm.rank][chunk], stamp_); });
+    each_peer([&](int peer) { store_release(&comm.signal_pads[peer]->delivered[comm.rank][chunk], stamp_); });
   }
 
   // Counts bytes of rows that came from a rank. One lane calls.
   JAX_EP_FN void count_received(int source, int64_t bytes) const {
-    uint64_t* const counters = heap->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
+    uint64_t* const counters = signal_pad->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
     if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
   }
   // Counts bytes_from(source) for every peer, if this coop is `elected`. Each byte is counted by one coop.
@@ -222,7 +222,8 @@ class Op {
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
-    record_failed_wait(heap, comm.report, status, {epoch, Failure::none, kind_, comm.rank, peer, 0, expected, seen});
+    record_failed_wait(signal_pad, comm.report, status,
+                       {epoch, Failure::none, kind_, comm.rank, peer, 0, expected, seen});
   }
 
   // A flag of this epoch with another tag was raised by a rank that runs another op, or this op with other shapes.
@@ -232,10 +233,10 @@ class Op {
     // A late coop may itself be waiting for a peer. The late coop must time out first, because its report names the
     // peer.
     const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
-    const Status status = cta_barrier(words, coop, ctas, ok(), &heap->abort, timeout);
+    const Status status = cta_barrier(words, coop, ctas, ok(), &signal_pad->abort, timeout);
     if (ok()) fail(status, comm.rank, 0, 0);
     coop.cta_sync();
-    if (ok() && load_relaxed(&heap->abort))  // the coop that waited on behalf of this one may have failed
+    if (ok() && load_relaxed(&signal_pad->abort))  // the coop that waited on behalf of this one may have failed
       fail(Status::aborted, comm.rank, 0, 0);
   }
 
@@ -249,9 +250,9 @@ class Op {
       if (i < count) {
         const int peer = peer_of(i);
         const uint64_t timeout = comm.timeout_ns + (peer == comm.rank ? kBarrierGraceNs : 0);
-        const Waited waited = spin_until(flag_of(i), first_stamp(), &heap->abort, timeout);
+        const Waited waited = spin_until(flag_of(i), first_stamp(), &signal_pad->abort, timeout);
         status = waited.status == Status::ok && is_mismatch(waited.seen) ? Status::mismatch : waited.status;
-        if (waited.ns) add_wait(&heap->waited_ns[peer], waited.ns);
+        if (waited.ns) add_wait(&signal_pad->waited_ns[peer], waited.ns);
         if (status == Status::timeout || status == Status::mismatch) fail(status, peer, stamp_, waited.seen);
       }
       if (!coop.ballot(status != Status::ok)) continue;
@@ -267,13 +268,13 @@ class Op {
 
   // Adds `pushed` to the count of the chunk and returns the sum. Resets the counter when the chunk is whole.
   JAX_EP_FN int count_pushed(int chunk, int pushed, int whole) {
-    const int sum = static_cast<int>(fetch_add(&heap->pushed[chunk], static_cast<uint64_t>(pushed))) + pushed;
-    if (sum == whole) store_relaxed(&heap->pushed[chunk], uint64_t{0});
+    const int sum = static_cast<int>(fetch_add(&signal_pad->pushed[chunk], static_cast<uint64_t>(pushed))) + pushed;
+    if (sum == whole) store_relaxed(&signal_pad->pushed[chunk], uint64_t{0});
     return sum;
   }
 
   // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
-  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.heaps[rank]->mail[epoch & 1][source]; }
+  JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.signal_pads[rank]->mail[epoch & 1][source]; }
 
   // The address of a buffer of the mail, as a peer sees it.
   JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {
@@ -281,16 +282,16 @@ class Op {
     return static_cast<char*>(address) + (peer_offsets ? peer_offsets[peer] : 0);
   }
 
-  JAX_EP_FN OpRecord* record_of_op() const { return &heap->ops[epoch % kRecordedOps]; }
+  JAX_EP_FN OpRecord* record_of_op() const { return &signal_pad->ops[epoch % kRecordedOps]; }
   JAX_EP_FN bool has_record() const { return load_relaxed(&record_of_op()->epoch) == epoch; }
   JAX_EP_FN void begin_record() const { write_record(record_of_op(), epoch, comm.site, comm.signature); }
 
   template <class Results>
   JAX_EP_FN void finish_last(const Results& results) {
     coop.sync();  // what lane 0 has seen of the other coops, all lanes see
-    const uint64_t refused_in = load_relaxed(&heap->refused), reported_in = load_relaxed(&heap->reported);
+    const uint64_t refused_in = load_relaxed(&signal_pad->refused), reported_in = load_relaxed(&signal_pad->reported);
     const uint64_t now = clock_ns();
-    const bool failed = load_acquire(&heap->abort) != 0;
+    const bool failed = load_acquire(&signal_pad->abort) != 0;
     if (failed) {
       if (!has_told_failure(comm.report)) fail(Status::aborted, comm.rank, 0, 0);  // no coop of this rank has
       give_up();
@@ -303,13 +304,13 @@ class Op {
     for (int source = 0; comm.poison && !failed && source < comm.size; ++source)
       fill_part(coop.lane, Buffer{mail(comm.rank, source), sizeof(Mail)}, {0, 1});
     if (coop.lane != 0) return;
-    clear_counts(heap);
+    clear_counts(signal_pad);
     if (!failed || has_record()) {  // else it never began
       OpRecord* const record = record_of_op();
       store_relaxed(&record->end_ns, failed ? clock_ns() : now);
       store_relaxed(&record->outcome, static_cast<uint64_t>(undelivered ? Outcome::failed : Outcome::delivered));
     }
-    store_release(&heap->epoch, epoch);
+    store_release(&signal_pad->epoch, epoch);
   }
 
   // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits for the peers'
@@ -317,16 +318,16 @@ class Op {
   // will see their abort word first.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
-    const uint64_t culprit = load_relaxed(&heap->abort);
+    const uint64_t culprit = load_relaxed(&signal_pad->abort);
     each_peer([&](int peer) {
-      compare_exchange(&comm.heaps[peer]->abort, uint64_t{0}, culprit);
-      store_release(&comm.heaps[peer]->acknowledged[comm.rank], uint64_t{1});
+      compare_exchange(&comm.signal_pads[peer]->abort, uint64_t{0}, culprit);
+      store_release(&comm.signal_pads[peer]->acknowledged[comm.rank], uint64_t{1});
     });
     if (is_earlier(ask_posted())) return coop.sync();  // nobody knows where this op's buffers are
     uint64_t spent = 0;
     each_peer([&](int peer) {
-      const uint64_t grace = load_acquire(&heap->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
-      spent += spin_until(&heap->acknowledged[peer], 1, &heap->never, grace < spent ? 0 : grace - spent).ns;
+      const uint64_t grace = load_acquire(&signal_pad->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
+      spent += spin_until(&signal_pad->acknowledged[peer], 1, &signal_pad->never, grace < spent ? 0 : grace - spent).ns;
     });
     coop.sync();
   }

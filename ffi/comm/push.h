@@ -37,7 +37,7 @@ class PushItems {
     if (!has_own_)
       asked_ = op.ask_for_push_ticket();
     else if (op.coop.lane == 0)
-      claimed_before_ = atomic_exchange(&op.heap->claimed[looked_], op.epoch);
+      claimed_before_ = atomic_exchange(&op.signal_pad->claimed[looked_], op.epoch);
     if (own_ > 0 && !has_own_) looked_ = looked_ % own_ - 1;
   }
 
@@ -59,7 +59,7 @@ class PushItems {
   JAX_EP_FN int next_stolen() {
     if (own_ == 0) return -1;
     looked_ = looked_ + 1 == own_ ? 0 : looked_ + 1;
-    uint64_t* const claimed = &op_.heap->claimed[looked_];
+    uint64_t* const claimed = &op_.signal_pad->claimed[looked_];
     int found = 0;
     if (op_.coop.lane == 0 && load_relaxed(claimed) != op_.epoch) found = steal(claimed, op_.epoch, patience_ns_);
     patience_ns_ = 0;                                 // for all items together

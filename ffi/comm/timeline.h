@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
-#include "comm/heap.h"
 #include "comm/platform.h"
+#include "comm/signal_pad.h"
 
 namespace jax_ep {
 
@@ -55,9 +55,9 @@ struct ClockFace {
 };
 
 // Returns this lane's track, or null: the lane has none, or nothing is recorded now.
-JAX_EP_FN Track* find_track(const Heap* heap, const Coop& coop) {
-  if (coop.lane != 0 || !load_relaxed(&heap->timeline)) return nullptr;
-  const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&heap->timeline));
+JAX_EP_FN Track* find_track(const SignalPad* signal_pad, const Coop& coop) {
+  if (coop.lane != 0 || !load_relaxed(&signal_pad->timeline)) return nullptr;
+  const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&signal_pad->timeline));
   if (!timeline) return nullptr;  // the recording ended just now
   if (coop.track == TrackRole::none || coop.cta.empty()) return nullptr;
   if (static_cast<uint64_t>(coop.cta.index) >= timeline->ctas) return nullptr;

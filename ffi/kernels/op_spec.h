@@ -9,9 +9,9 @@
 #include <type_traits>
 
 #include "comm/dtype.h"
-#include "comm/heap.h"
 #include "comm/platform.h"
 #include "comm/result.h"
+#include "comm/signal_pad.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {

@@ -57,7 +57,7 @@ struct SignatureOf {
   static_assert(
       fits_signature<Args>(),
       "this op has more sizes or options than a Signature holds: enlarge kSignatureSizes (or kSignatureFlags, "
-      "with the type of `flags`) in comm/heap.h");
+      "with the type of `flags`) in comm/signal_pad.h");
 
   void add(const char* label, int64_t size) {
     names.sizes[sizes] = label;

@@ -47,29 +47,29 @@ void Group::open_line(int line, bool poison) {
   comm.timeout_ns = static_cast<uint64_t>(timeout_seconds_ * 1e9);
   const bool is_seen = !local_devices(line).empty();
   for (int rank = 0; rank < size(); ++rank)
-    heaps_.push_back(is_seen ? static_cast<Heap*>(make_heap({line, rank})) : nullptr);
+    signal_pads_.push_back(is_seen ? static_cast<SignalPad*>(make_signal_pad({line, rank})) : nullptr);
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
     const RankSlot rank_slot{line, comm.rank};
     comms_.push_back(comm);
     if (!is_local(rank_slot)) continue;
     memory_.push_back(allocate_on_host(sizeof(Report), id_));
     comms_.back().report = static_cast<Report*>(memory_.back().get());
-    comms_.back().own_heap = heap(rank_slot);
-    std::copy_n(&heaps_[rank_slot.line * size()], size(), comms_.back().heaps);
+    comms_.back().own_signal_pad = signal_pad(rank_slot);
+    std::copy_n(&signal_pads_[rank_slot.line * size()], size(), comms_.back().signal_pads);
     if (sharing_) peer_offsets_[index_of(rank_slot)] = std::make_unique<PeerOffsets>(device_of(rank_slot), id_);
   }
 }
 
-void* Group::make_heap(RankSlot rank_slot) {
+void* Group::make_signal_pad(RankSlot rank_slot) {
   const int device = device_of(rank_slot), index = index_of(rank_slot);
-  if (!is_local(rank_slot)) return sharing_->await_heap(processes_[rank_slot.line][rank_slot.rank], index);
+  if (!is_local(rank_slot)) return sharing_->await_signal_pad(processes_[rank_slot.line][rank_slot.rank], index);
   if (!sharing_) {
-    memory_.push_back(allocate_on_device(device, sizeof(Heap), id_));
+    memory_.push_back(allocate_on_device(device, sizeof(SignalPad), id_));
     return memory_.back().get();
   }
-  regions_.push_back(allocate_region(device, sizeof(Heap), local_devices(rank_slot.line), id_));
+  regions_.push_back(allocate_region(device, sizeof(SignalPad), local_devices(rank_slot.line), id_));
   const Region region = *regions_.back();
-  clear_on_device(device, region.base, sizeof(Heap));
+  clear_on_device(device, region.base, sizeof(SignalPad));
   sharing_->share(region, processes_of(rank_slot.line), index);
   return region.base;
 }
@@ -163,14 +163,14 @@ void Group::give_up(RankSlot rank_slot, GroupError error) {
 
 void Group::raise_abort(RankSlot rank_slot, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
-  if (sharing_ && released_) return;  // the heaps may be another group's by now
-  signal_device(device_of(rank_slot), &heap({rank_slot.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
+  if (sharing_ && released_) return;  // the signal pads may be another group's by now
+  signal_device(device_of(rank_slot), &signal_pad({rank_slot.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
 }
 
 void Group::raise_acknowledged(RankSlot rank_slot, int peer) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;
-  signal_device(device_of(rank_slot), &heap(rank_slot)->acknowledged[peer], 1);
+  signal_device(device_of(rank_slot), &signal_pad(rank_slot)->acknowledged[peer], 1);
 }
 
 std::optional<RankSlot> Group::find_rank_slot(int ordinal) const {
@@ -190,7 +190,7 @@ Epochs Group::local_epochs() const {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (const RankSlot rank_slot{line, rank}; is_local(rank_slot))
-        epochs[index_of(rank_slot)] = read_word(device_of(rank_slot), &heap(rank_slot)->epoch);
+        epochs[index_of(rank_slot)] = read_word(device_of(rank_slot), &signal_pad(rank_slot)->epoch);
   return epochs;
 }
 

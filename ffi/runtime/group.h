@@ -1,4 +1,4 @@
-// A group as the host sees it: which device is which rank of which line, the ranks' heaps, and errors.
+// A group as the host sees it: which device is which rank of which line, the ranks' signal pads, and errors.
 #pragma once
 
 #include <atomic>
@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/heap.h"
+#include "comm/signal_pad.h"
 #include "runtime/error.h"
 #include "runtime/memory.h"
 #include "runtime/peer_offsets.h"
@@ -66,9 +66,9 @@ class Group {
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
   const Comm& comm(RankSlot rank_slot) const { return comms_[index_of(rank_slot)]; }
-  // The heap of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks in the
-  // line.
-  Heap* heap(RankSlot rank_slot) const { return heaps_[index_of(rank_slot)]; }
+  // The signal pad of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks
+  // in the line.
+  SignalPad* signal_pad(RankSlot rank_slot) const { return signal_pads_[index_of(rank_slot)]; }
 
   int device_of(RankSlot rank_slot) const { return lines_[rank_slot.line][rank_slot.rank]; }
   // Whether the rank slot's device belongs to this process.
@@ -128,13 +128,13 @@ class Group {
   void release_regions();
 
   // Tells the kernels of `rank` that the group has failed because `culprit` did not answer, through a device that
-  // reaches the heap of `rank`: that of `rank_slot`.
+  // reaches the signal pad of `rank`: that of `rank_slot`.
   void raise_abort(RankSlot rank_slot, int rank, int culprit);
 
  private:
   int index_of(RankSlot rank_slot) const { return rank_slot.line * size() + rank_slot.rank; }
   void open_line(int line, bool poison);
-  void* make_heap(RankSlot rank_slot);
+  void* make_signal_pad(RankSlot rank_slot);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
   Region staging(RankSlot rank_slot, int mail_index, std::size_t bytes);
@@ -160,18 +160,18 @@ class Group {
   GroupError mismatch(int line, const Report& report, int other) const;
   int silent_rank(int line, const Report& report) const;
   std::string progress(int line, int rank, uint64_t epoch) const;
-  struct SeenHeap {
-    const Heap* heap = nullptr;
+  struct SeenSignalPad {
+    const SignalPad* signal_pad = nullptr;
     int device = -1;  // of this process, that reaches it
   };
-  SeenHeap heap_of(int line, int rank) const;
+  SeenSignalPad signal_pad_of(int line, int rank) const;
 
   const std::vector<std::vector<int>> lines_;
   const double timeout_seconds_;
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
-  std::vector<Heap*> heaps_;  // by rank slot
+  std::vector<SignalPad*> signal_pads_;  // by rank slot
   std::vector<Comm> comms_;
   mutable std::mutex mutex_;
   std::condition_variable failed_;
@@ -187,7 +187,7 @@ class Group {
   std::atomic<bool> staging_all_ = false;
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
-  std::vector<std::shared_ptr<const Region>> regions_;        // heaps, and all staging of the group's life
+  std::vector<std::shared_ptr<const Region>> regions_;        // signal pads, and all staging of the group's life
   std::map<std::pair<int, int>, Region> staging_;             // by rank slot and index in the mail
   std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by own rank slot, if there are other processes
   std::unique_ptr<Sharing> sharing_;                          // none in a group of one process

@@ -157,7 +157,7 @@ std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
 
 std::optional<GroupError> Group::reported(RankSlot rank_slot) {
   const std::optional<Told> mine = told_by(index_of(rank_slot));
-  if (!mine || mine->report.epoch != heap(rank_slot)->epoch) return std::nullopt;
+  if (!mine || mine->report.epoch != signal_pad(rank_slot)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -168,17 +168,17 @@ std::vector<RankHistory> Group::history() const {
   std::vector<RankHistory> all;
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank) {
-      const auto [heap, device] = heap_of(line, rank);
-      if (!heap) continue;
+      const auto [signal_pad, device] = signal_pad_of(line, rank);
+      if (!signal_pad) continue;
       const std::vector<uint64_t> zeros(size());
       RankHistory found{{line, rank}, 0, state_of({line, rank}), std::vector<OpRecord>(kRecordedOps), zeros, zeros};
-      copy_array(device, &found.finished, &heap->epoch, 1);
-      copy_array(device, found.waited_ns.data(), heap->waited_ns, size());
+      copy_array(device, &found.finished, &signal_pad->epoch, 1);
+      copy_array(device, found.waited_ns.data(), signal_pad->waited_ns, size());
       uint64_t counted[kCounters][kMaxRanks];
-      copy_array(device, counted, heap->received_bytes, kCounters);
+      copy_array(device, counted, signal_pad->received_bytes, kCounters);
       for (const auto& counters : counted)
         for (int peer = 0; peer < size(); ++peer) found.received_bytes[peer] += counters[peer];
-      copy_array(device, found.ops.data(), heap->ops, kRecordedOps);
+      copy_array(device, found.ops.data(), signal_pad->ops, kRecordedOps);
       const auto unused = [](const OpRecord& op) { return op.epoch == 0; };
       found.ops.erase(std::remove_if(found.ops.begin(), found.ops.end(), unused), found.ops.end());
       std::sort(found.ops.begin(), found.ops.end(), [](const auto& a, const auto& b) { return a.epoch < b.epoch; });
@@ -187,12 +187,12 @@ std::vector<RankHistory> Group::history() const {
   return all;
 }
 
-// The heap as this process sees it, if it has ranks of the line and still maps the heap. The caller holds the lock
-// while it reads the heap.
-Group::SeenHeap Group::heap_of(int line, int rank) const {
+// A signal pad as this process sees it, if it has ranks of the line and still maps the pad. The caller holds the lock
+// while it reads the pad.
+Group::SeenSignalPad Group::signal_pad_of(int line, int rank) const {
   if (sharing_ && released_) return {};
   for (int here = is_local({line, rank}) ? rank : 0; here < size(); ++here)
-    if (const RankSlot rank_slot{line, here}; is_local(rank_slot)) return {heap({line, rank}), device_of(rank_slot)};
+    if (is_local({line, here})) return {signal_pad({line, rank}), device_of({line, here})};
   return {};
 }
 
@@ -200,10 +200,10 @@ Group::SeenHeap Group::heap_of(int line, int rank) const {
 // reported without it.
 std::optional<OpRecord> Group::record(int line, int rank, uint64_t epoch) const try {
   std::shared_lock lock(regions_mutex_);
-  const auto [heap, device] = heap_of(line, rank);
-  if (!heap) return std::nullopt;
+  const auto [signal_pad, device] = signal_pad_of(line, rank);
+  if (!signal_pad) return std::nullopt;
   OpRecord found{};
-  copy_array(device, &found, &heap->ops[epoch % kRecordedOps], 1);
+  copy_array(device, &found, &signal_pad->ops[epoch % kRecordedOps], 1);
   return found.epoch == epoch ? std::optional(found) : std::nullopt;
 } catch (const std::runtime_error&) {
   return std::nullopt;

@@ -12,7 +12,7 @@ struct Note {
   enum class Kind : int32_t { share, mapped, refused, goodbye, heartbeat };
 
   Kind kind;
-  int32_t rank_slot;  // share: whose heap the region is, or -1. heartbeat: whose epoch it is, or -1
+  int32_t rank_slot;  // share: whose signal pad the region is, or -1. heartbeat: whose epoch it is, or -1
   uint64_t owner;     // share: a number of the process that has the region
   uint64_t region;    // its number there
   uint64_t bytes;

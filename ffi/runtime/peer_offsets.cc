@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "comm/heap.h"
+#include "comm/signal_pad.h"
 #include "runtime/memory.h"
 
 namespace jax_ep {

@@ -15,9 +15,9 @@ std::size_t ring_length(std::size_t tracks) {
   return length;
 }
 
-void switch_to(int device, Heap* heap, const Timeline* timeline) {
+void switch_to(int device, SignalPad* signal_pad, const Timeline* timeline) {
   const uint64_t word = reinterpret_cast<uintptr_t>(timeline);
-  copy_array(device, &heap->timeline, &word, 1);
+  copy_array(device, &signal_pad->timeline, &word, 1);
 }
 
 Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }
@@ -66,7 +66,7 @@ void Recorder::add_rank(RankSlot rank_slot) {
     group_->keep(memory);
     return memory.get();
   };
-  Rank rank{rank_slot, device, group_->heap(rank_slot), nullptr, nullptr, {}, {}};
+  Rank rank{rank_slot, device, group_->signal_pad(rank_slot), nullptr, nullptr, {}, {}};
   rank.timeline = static_cast<Timeline*>(allocate(sizeof(Timeline)));
   rank.tracks = static_cast<Track*>(allocate(tracks * sizeof(Track)));
   auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));
@@ -90,11 +90,11 @@ void Recorder::start() {
     rank.seen.clear();
     for (const Track& track : read_tracks(rank)) rank.seen.push_back(track.count);
   }
-  for (const Rank& rank : ranks_) switch_to(rank.device, rank.heap, rank.timeline);
+  for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, rank.timeline);
 }
 
 std::vector<Recording> Recorder::stop() {
-  for (const Rank& rank : ranks_) switch_to(rank.device, rank.heap, nullptr);
+  for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, nullptr);
   std::vector<Recording> recordings;
   for (const Rank& rank : ranks_) recordings.push_back(read(rank));
   return recordings;

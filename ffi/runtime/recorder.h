@@ -75,7 +75,7 @@ class Recorder {
   struct Rank {
     RankSlot rank_slot;
     int device;
-    Heap* heap;
+    SignalPad* signal_pad;
     Timeline* timeline;          // on the device
     Track* tracks;               // on the device
     std::vector<uint64_t> seen;  // events of each track before the recording

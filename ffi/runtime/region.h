@@ -1,5 +1,5 @@
-// Memory that other processes can map: the heaps and the staging of a group, and XLA's pool. Each platform has its own
-// source.
+// Memory that other processes can map: the signal pads and the staging of a group, and XLA's pool. Each platform has
+// its own source.
 #pragma once
 
 #include <cstddef>

@@ -130,7 +130,7 @@ void Sharing::unmap() {
   std::lock_guard lock(mutex_);
   for (const RegionName& name : mapped_) drop_mapping(name);
   mapped_.clear();
-  heaps_.clear();
+  signal_pads_.clear();
 }
 
 std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int rank_slot) {
@@ -152,10 +152,10 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   return bases;
 }
 
-char* Sharing::await_heap(int process, int rank_slot) {
+char* Sharing::await_signal_pad(int process, int rank_slot) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its heap", [&] { return heaps_.count(rank_slot) > 0; });
-  return heaps_[rank_slot];
+  await(lock, process, "share its heap", [&] { return signal_pads_.count(rank_slot) > 0; });
+  return signal_pads_[rank_slot];
 }
 
 void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
@@ -315,10 +315,10 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
   std::lock_guard lock(mutex_);
   peers_[process].last_seen.beat();
   peers_[process].owner = request.owner;
-  push(process, answer);  // before a thread of this process sees the heap, and may close the group
+  push(process, answer);  // before a thread of this process sees the signal pad, and may close the group
   if (!base) return;
   mapped_.insert(name);
-  if (request.rank_slot != kNoRankSlot) heaps_[request.rank_slot] = base;
+  if (request.rank_slot != kNoRankSlot) signal_pads_[request.rank_slot] = base;
   changed_.notify_all();
 }
 
@@ -371,7 +371,7 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
   if (note.rank_slot == kNoRankSlot) return "";
   if (!lives_at(note.rank_slot, process)) return "it shared the heap of a rank slot that it does not have";
-  return heaps_.count(note.rank_slot) ? "it shared the heap of a rank slot twice" : "";
+  return signal_pads_.count(note.rank_slot) ? "it shared the heap of a rank slot twice" : "";
 }
 
 std::string Sharing::state_of(int process) const {

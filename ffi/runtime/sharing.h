@@ -77,7 +77,7 @@ class Sharing {
     // A process has ended without goodbye, or broken a rule of the protocol; `why` says which. Its notes are no longer
     // read.
     std::function<void(int process, const std::string& why)> lost;
-    // Ops that the ranks of this process have finished, by rank slot. Empty before the heaps are there.
+    // Ops that the ranks of this process have finished, by rank slot. Empty before the signal pads are there.
     std::function<Epochs()> epochs;
   };
 
@@ -94,12 +94,12 @@ class Sharing {
   void unmap();
 
   // The region's address in each of `processes`, by process. Asks each process to map the region, once. `rank_slot`:
-  // the rank slot whose heap the region is. The region must live until close(). Throws GroupException.
+  // the rank slot whose signal pad the region is. The region must live until close(). Throws GroupException.
   std::vector<char*> share(const Region& region, const std::set<int>& processes, int rank_slot = kNoRankSlot);
 
-  // The address of the heap of a rank slot of `process`. Waits until `process` has shared the heap. Throws
+  // The address of the signal pad of a rank slot of `process`. Waits until `process` has shared the signal pad. Throws
   // GroupException.
-  char* await_heap(int process, int rank_slot);
+  char* await_signal_pad(int process, int rank_slot);
 
   // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
   // Does not block.
@@ -146,7 +146,7 @@ class Sharing {
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
   std::set<RegionName> mapped_;                     // of other processes
-  std::map<int, char*> heaps_;                      // of other processes, by rank slot
+  std::map<int, char*> signal_pads_;                // of other processes, by rank slot
   Epochs epochs_;                                   // of this process, by rank slot, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;

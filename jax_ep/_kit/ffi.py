@@ -20,8 +20,8 @@ from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "hip")
-MAX_RANKS = 64  # ffi/comm/heap.h: the size of a signal pad
-MAX_EXPERTS = 4096  # ffi/comm/heap.h: the size of a mailbox
+MAX_RANKS = 64  # ffi/comm/signal_pad.h: the size of a signal pad
+MAX_EXPERTS = 4096  # ffi/comm/signal_pad.h: the size of a mailbox
 LINE_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants lines of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it

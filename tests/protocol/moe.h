@@ -204,7 +204,7 @@ inline void reports_are_whole(int count) {
                   static_cast<int64_t>(RoutingLeaf::row_of),
                   -i,
                   -i};
-      record(comm.own_heap, comm.report, report);
+      record(comm.own_signal_pad, comm.report, report);
     }
     done = true;
   });
@@ -230,7 +230,7 @@ inline void given_up_between_ops() {
   std::vector<Rank> ranks(kRanks, Rank{40});
   std::mt19937 random(4);
   fill(ranks, random);
-  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.heap({0, rank})->abort, uint64_t{1 + 1});
+  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.signal_pad({0, rank})->abort, uint64_t{1 + 1});
   const auto dispatch = [&](const Comm& comm, int rank, const Coop& coop) {
     run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
   };

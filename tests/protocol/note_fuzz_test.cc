@@ -220,7 +220,7 @@ void one_life(std::mt19937& random) {
   Victim victim;
   auto asking = std::async(std::launch::async, [&] {
     kind_of_error([&] { victim.sharing().share(*region, {1}); });
-    kind_of_error([&] { victim.sharing().await_heap(1, 1); });
+    kind_of_error([&] { victim.sharing().await_signal_pad(1, 1); });
     victim.sharing().state_of(1);
   });
   for (int messages = static_cast<int>(random() % 6); messages > 0; --messages)

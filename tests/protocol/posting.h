@@ -12,11 +12,11 @@ template <class Ranks, class Run, class ArgsOf>
 void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) { run(comm, args_of(ranks[rank]), coop); });
   for (int rank = 0; rank < group.size(); ++rank) {
-    const Heap& heap = *group.heap({0, rank});
+    const SignalPad& signal_pad = *group.signal_pad({0, rank});
     const auto args = args_of(ranks[rank]);
     int slot = 0;
     OpSpec<std::decay_t<decltype(args)>>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
-      if (spec.posted) expect(heap.mail[heap.epoch & 1][rank].buffers[slot++] == args.*member, spec.name);
+      if (spec.posted) expect(signal_pad.mail[signal_pad.epoch & 1][rank].buffers[slot++] == args.*member, spec.name);
     });
     expect(slot > 0 && slot <= kMailBuffers, "an op posts no more than its mail holds");
   }

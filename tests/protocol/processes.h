@@ -86,9 +86,9 @@ inline void deaf_process() {
   {
     Sharing sharing({{{0, 1}}, {-1, sockets[0]}}, {0}, 0.2, kNoHooks);
     auto telling = std::async(std::launch::async, [&] { return kind_of_error([&] { sharing.share(*region, {1}); }); });
-    expect(
-        kind_of_error([&] { sharing.await_heap(1, 1); }) == "PeerTimeoutError" && telling.get() == "PeerTimeoutError",
-        "a silent process is a PeerTimeoutError");
+    expect(kind_of_error([&] { sharing.await_signal_pad(1, 1); }) == "PeerTimeoutError" &&
+               telling.get() == "PeerTimeoutError",
+           "a silent process is a PeerTimeoutError");
   }
   expect(std::chrono::steady_clock::now() - start < std::chrono::seconds(10), "a deaf process holds up nobody");
   close(sockets[1]);
@@ -172,7 +172,7 @@ inline void heartbeats() {
   Sharing behind({line, {sockets[1], -1, -1}}, {0}, 3.2, hooks_of(1, 4));
   std::string text;
   try {
-    ahead.await_heap(2, 2);
+    ahead.await_signal_pad(2, 2);
   } catch (const GroupException& failure) {
     text = failure.what();
   }

@@ -111,25 +111,25 @@ void open_many(int process, const std::vector<int>& sockets) {
   const std::vector<int> line = process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1};
   std::vector<char> unmappable(2 * 4096);
   int descriptors = 0, mappings = 0;
-  std::set<const Heap*> heaps;
+  std::set<const SignalPad*> signal_pads;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     std::vector<int> joined(2, -1);
     joined[1 - process] = sockets[i];
     Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined});
-    for (int rank = 0; rank < kRanks; ++rank) heaps.insert(group.heap({0, rank}));
+    for (int rank = 0; rank < kRanks; ++rank) signal_pads.insert(group.signal_pad({0, rank}));
     const auto body = [&](int rank) { exchange(group, 2 * process + rank, unmappable.data() + 4096 * rank, true); };
     std::thread other([&] { body(1); });
     body(0);
     other.join();
     group.close();
     const int now = count_of("/proc/self/fd") + static_cast<int>(i);  // one more of the given sockets is closed
-    if (i == 2) descriptors = now, mappings = lines_of("/proc/self/maps"), heaps.clear();
+    if (i == 2) descriptors = now, mappings = lines_of("/proc/self/maps"), signal_pads.clear();
     if (i < 3) continue;
     expect(now == descriptors, "no descriptor is left of a group");
     expect(lines_of("/proc/self/maps") <= mappings + 2,
            "no mapping is left of a group");  // the allocator's come and go
   }
-  expect(heaps.size() <= 2 * kRanks, "heaps are used again");
+  expect(signal_pads.size() <= 2 * kRanks, "signal pads are used again");
 }
 
 // Memory that one holder has let go of is the next one's, and clear; a region's descriptor ends with this program.

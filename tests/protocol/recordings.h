@@ -84,7 +84,7 @@ inline void recording_cut_short() {
     const bool last = rank == kRanks - 1;
     if (last && coop.index == 0) {
       for (int peer = 0; peer < rank; ++peer)
-        spin_until(&comm.own_heap->posted[peer], 1, &comm.own_heap->never, clock_ns() + comm.timeout_ns);
+        spin_until(&comm.own_signal_pad->posted[peer], 1, &comm.own_signal_pad->never, clock_ns() + comm.timeout_ns);
       for (const Recording& each : recorder.stop()) {
         expect(each.unfinished > 0 || each.rank_slot.rank == rank, "ops that go on are counted");
         for (const Span& span : each.spans)

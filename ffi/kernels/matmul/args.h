@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "comm/dtype.h"
-#include "comm/heap.h"
 #include "comm/integers.h"
 #include "comm/platform.h"
+#include "comm/signal_pad.h"
 #include "kernels/op_spec.h"
 
 namespace jax_ep {

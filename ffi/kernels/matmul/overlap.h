@@ -272,7 +272,7 @@ struct ReduceHooks {
 
   JAX_EP_FN void reduce(Op& op) const {
     op.post(posted(work.args, work.comm.size));
-    const bool stays = all_begin(op.coop, &op.heap->members, op.coop.count);
+    const bool stays = all_begin(op.coop, &op.signal_pad->members, op.coop.count);
     if (stays) {
       op.wait_posted();
       MatmulReduce<T>(op, work.args).reduce();

@@ -78,7 +78,7 @@ JAX_EP_FN int delivered_until(const Op& op, int chunk, int end) {
   int until = most;
   for (int first = 0; first < flags && until == most; first += Coop::lanes) {
     const int i = first + op.coop.lane;
-    const bool missing = i < flags && !op.is_raised(&op.heap->delivered[i % ranks][chunk + i / ranks]);
+    const bool missing = i < flags && !op.is_raised(&op.signal_pad->delivered[i % ranks][chunk + i / ranks]);
     if (const uint64_t missed = op.coop.ballot(missing)) until = chunk + (first + lowest_bit(missed)) / ranks;
   }
   op.coop.sync();

@@ -6,7 +6,7 @@
 #include <iterator>
 
 #include "comm/dtype.h"
-#include "comm/heap.h"
+#include "comm/signal_pad.h"
 #include "kernels/moe/layout.h"
 #include "kernels/op_spec.h"
 #include "rows/float8_message.h"

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-#include "comm/heap.h"
 #include "comm/integers.h"
 #include "comm/platform.h"
+#include "comm/signal_pad.h"
 
 namespace jax_ep {
 

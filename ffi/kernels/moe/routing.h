@@ -87,7 +87,7 @@ class Histogram {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
     if (wanted == 1) return as_member(coop, {0, 1});
-    return as_member(coop, join_cta(coop, &op.heap->routing_begun, wanted));
+    return as_member(coop, join_cta(coop, &op.signal_pad->routing_begun, wanted));
   }
 
   // This coop's histogram, or that of another member of its CTA.
@@ -194,18 +194,18 @@ class RoutingResults {
 
   // Waits until the rows of the local experts are counted, and returns the counts.
   JAX_EP_FN RowCounts counts() const {
-    op_.wait_here(&op_.heap->laid_out);
+    op_.wait_here(&op_.signal_pad->laid_out);
     return segments_.counts();
   }
 
   // Waits until this rank's assignments have their rows.
-  JAX_EP_FN void await_placed() const { op_.wait_here(&op_.heap->placed[op_.comm.rank]); }
+  JAX_EP_FN void await_placed() const { op_.wait_here(&op_.signal_pad->placed[op_.comm.rank]); }
 
   // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. If tokens are
   // few, this rank itself places all of them.
   JAX_EP_FN bool all_placed() const {
     await_placed();
-    if (!args_.few) op_.wait(&Heap::placed);
+    if (!args_.few) op_.wait(&SignalPad::placed);
     return op_.ok() && segments_.check_capacity();
   }
 
@@ -295,18 +295,18 @@ class RoutingByCounts : Router {
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     count();
-    op_.signal(&Heap::chosen, histogram_.is_first());
-    op_.wait(&Heap::chosen);
+    op_.signal(&SignalPad::chosen, histogram_.is_first());
+    op_.wait(&SignalPad::chosen);
     const uint64_t asked = ask_posted();
     op_.enter(Phase::layout);
     lay_out();
     post_if_late(asked);
     histogram_.barrier();
-    op_.signal_here(&op_.heap->laid_out, histogram_.is_first());
+    op_.signal_here(&op_.signal_pad->laid_out, histogram_.is_first());
     op_.wait_posted();
     if (op_.ok()) place();
     histogram_.barrier();
-    op_.signal(&Heap::placed, histogram_.is_first());
+    op_.signal(&SignalPad::placed, histogram_.is_first());
   }
 
  private:
@@ -397,7 +397,7 @@ class RoutingByChoices : Router {
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     send_choices();
-    op_.wait(&Heap::chosen);
+    op_.wait(&SignalPad::chosen);
     const uint64_t asked = ask_posted();
     count();
     post_if_late(asked);
@@ -405,10 +405,10 @@ class RoutingByChoices : Router {
     segments_.lay_out(
         histogram_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});
     histogram_.barrier();
-    op_.signal_here(&op_.heap->laid_out, histogram_.is_first());
+    op_.signal_here(&op_.signal_pad->laid_out, histogram_.is_first());
     if (op_.ok()) place();
     histogram_.barrier();
-    op_.signal_here(&op_.heap->placed[op_.comm.rank], histogram_.is_first());
+    op_.signal_here(&op_.signal_pad->placed[op_.comm.rank], histogram_.is_first());
   }
 
  private:
@@ -437,7 +437,7 @@ class RoutingByChoices : Router {
       }
     }
     coop.cta_sync();
-    op_.signal(&Heap::chosen, histogram_.is_first());
+    op_.signal(&SignalPad::chosen, histogram_.is_first());
   }
 
   // Assignment number `item` of all ranks' assignments, in the order of the ranks.

@@ -2,9 +2,9 @@
 // the token's other rows. A user may have changed a routing, so no value of it is used as an index unchecked.
 #pragma once
 
-#include "comm/heap.h"
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/signal_pad.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/layout.h"

@@ -3,8 +3,8 @@
 // jax_ep/ops/moe/quotas.py has the same for XLA.
 #pragma once
 
-#include "comm/heap.h"
 #include "comm/op.h"
+#include "comm/signal_pad.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/layout.h"

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "comm/heap.h"
+#include "comm/signal_pad.h"
 #include "kernels/op_spec.h"
 
 namespace jax_ep {

@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "comm/dtype.h"
-#include "comm/heap.h"
 #include "comm/platform.h"
+#include "comm/signal_pad.h"
 #include "kernels/op_spec.h"
 
 namespace jax_ep {

@@ -62,14 +62,14 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
 }
 
 std::optional<GroupError> CpuGroup::outcome(RankSlot rank_slot, const Task& task) {
-  while (rank_slot.rank == stalled_protocol_ && !failure() && !load_acquire(&heap(rank_slot)->abort))
+  while (rank_slot.rank == stalled_protocol_ && !failure() && !load_acquire(&signal_pad(rank_slot)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (std::optional<GroupError> error = perform(task)) {
     give_up(rank_slot, *error);
     return error;
   }
   if (std::optional<GroupError> error = reported(rank_slot)) return error;
-  const uint64_t abort = load_acquire(&heap(rank_slot)->abort);
+  const uint64_t abort = load_acquire(&signal_pad(rank_slot)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) +

@@ -14,7 +14,7 @@ constexpr CaptureMode kCaptureRelaxed = hipStreamCaptureModeRelaxed;
 
 inline Error exchange_capture_mode(CaptureMode* mode) { return hipThreadExchangeStreamCaptureMode(mode); }
 
-// May be cached, unlike what runtime.h allocates: whether a heap in it shows peers' flags in time is unproven.
+// May be cached, unlike what runtime.h allocates: whether a signal pad in it shows peers' flags in time is unproven.
 inline hipMemAllocationProp shareable_memory(int device) {
   hipMemAllocationProp properties{};
   properties.type = hipMemAllocationTypePinned;

@@ -1,4 +1,4 @@
-// The signal pad: one `Heap` per rank, of the same layout on all, mapped by every peer.
+// The signal pad of a rank, mapped by every peer. Its layout is the same on all ranks.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ static_assert(std::has_unique_object_representations_v<Signature>, "its bytes ar
 enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
 constexpr Failure kFirstFatal = Failure::timeout;
 
-// What a rank reports to the host. The first coop of an op to fail claims the report in the heap, and fills it in.
+// What a rank reports to the host. The first coop of an op to fail claims the report, and fills it in.
 struct Report {
   uint64_t epoch;  // of the op that failed, written last
   Failure failure;
@@ -86,7 +86,7 @@ constexpr int kTagBits = 24;
 
 // All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
 // exchange counts use `chosen`, `laid_out`, `placed` and the words of routing coops.
-struct alignas(128) Heap {
+struct alignas(128) SignalPad {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer
   uint64_t never;     // an abort word that is never raised, for waits that must not be aborted
@@ -115,14 +115,14 @@ struct alignas(128) Heap {
 };
 
 // Clears the counts of an op. One lane calls, when no other coop is left in the op.
-JAX_EP_FN void clear_counts(Heap* heap) {
-  store_relaxed(&heap->routing.arrived, uint64_t{0});
-  store_relaxed(&heap->everyone.arrived, uint64_t{0});
-  store_relaxed(&heap->exited, uint64_t{0});
-  store_relaxed(&heap->routing_begun, uint64_t{0});
-  store_relaxed(&heap->members, uint64_t{0});
-  store_relaxed(&heap->ticket, uint64_t{0});
-  store_relaxed(&heap->push_ticket, uint64_t{0});
+JAX_EP_FN void clear_counts(SignalPad* signal_pad) {
+  store_relaxed(&signal_pad->routing.arrived, uint64_t{0});
+  store_relaxed(&signal_pad->everyone.arrived, uint64_t{0});
+  store_relaxed(&signal_pad->exited, uint64_t{0});
+  store_relaxed(&signal_pad->routing_begun, uint64_t{0});
+  store_relaxed(&signal_pad->members, uint64_t{0});
+  store_relaxed(&signal_pad->ticket, uint64_t{0});
+  store_relaxed(&signal_pad->push_ticket, uint64_t{0});
 }
 
 // Handed to every kernel by value. A launch reads its arguments from uncached memory in lines of 64 bytes, so the first
@@ -134,10 +134,10 @@ struct Comm {
   uint32_t tag;  // a hash of the signature, of kTagBits
   uint64_t timeout_ns;
   Report* report;  // host memory
-  Heap* own_heap;
-  // The signal pads of all ranks, as this rank sees them. The host asks Group::heap. They are passed by value because a
-  // kernel that loaded some of them from memory took 3 % longer over few tokens (`bench moe --shapes T=128`).
-  Heap* heaps[kMaxRanks];
+  SignalPad* own_signal_pad;
+  // The signal pads of all ranks, as this rank sees them. The host asks Group::signal_pad. They are passed by value
+  // because a kernel that loaded some of them from memory took 3 % longer over few tokens (`bench moe --shapes T=128`).
+  SignalPad* signal_pads[kMaxRanks];
   // For each buffer of the mail: by peer, the distance from the address here to the address there. Null if all ranks
   // are in one process.
   const int64_t* peer_offsets[kMailBuffers];
