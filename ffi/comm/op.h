@@ -40,7 +40,7 @@ class Op {
 
   // ---- Life: post, report, finish ----
 
-  // Sends every peer the addresses to which the peer may write. Every coop calls. Coop 0 posts, after it has met the
+  // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts, after it has met the
   // coops that wrote the rest of the mail.
   JAX_EP_FN void post(const Posted& buffers) {
     record_begin(is_recorder());
@@ -51,9 +51,9 @@ class Op {
     coop.sync();
     if (!ok() || !elected) return;
     enter(Phase::post);
-    each_peer([&](int peer) {
-      for (int i = 0; i < kMailBuffers; ++i) mail(peer, comm.rank)->buffers[i] = as_seen_by(peer, posted.buffers[i], i);
-      store_release(&comm.signal_pads[peer]->posted[comm.rank], stamp_);
+    each_rank([&](int rank) {
+      for (int i = 0; i < kMailBuffers; ++i) mail(rank, comm.rank)->buffers[i] = as_seen_by(rank, posted.buffers[i], i);
+      store_release(&comm.signal_pads[rank]->posted[comm.rank], stamp_);
     });
   }
 
@@ -76,11 +76,11 @@ class Op {
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
     record(signal_pad, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
   }
-  // Tells every peer that rows of this op will be missing. A peer then delivers nothing either. Called after
+  // Tells every rank that rows of this op will be missing. A rank then delivers nothing. Called after
   // wait_posted(), and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
-    each_peer([&](int peer) { store_relaxed(&comm.signal_pads[peer]->refused, epoch); });
+    each_rank([&](int rank) { store_relaxed(&comm.signal_pads[rank]->refused, epoch); });
     coop.sync();
   }
 
@@ -111,12 +111,12 @@ class Op {
   // A flag for every source rank, in the signal pad of each rank.
   using Flags = uint64_t (SignalPad::*)[kMaxRanks];
 
-  // Raises this rank's flag at every peer. One coop is `elected`, and has met the coops that wrote the flag's data.
+  // Raises this rank's flag at every rank. One coop is `elected`, and has met the coops that wrote the flag's data.
   JAX_EP_FN void signal(Flags flags, bool elected) {
     coop.sync();
     if (!ok() || !elected) return;
     enter(Phase::post);
-    each_peer([&](int peer) { store_release(&(comm.signal_pads[peer]->*flags)[comm.rank], stamp_); });
+    each_rank([&](int rank) { store_release(&(comm.signal_pads[rank]->*flags)[comm.rank], stamp_); });
   }
   // Raises a flag in this rank's own signal pad, under the same conditions.
   JAX_EP_FN void signal_here(uint64_t* flag, bool elected) {
@@ -125,7 +125,7 @@ class Op {
 
   // Waits for the flags of all sources.
   JAX_EP_FN void wait(Flags flags) {
-    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &(signal_pad->*flags)[peer]; });
+    wait_each(comm.size, [&](int source) { return source; }, [&](int source) { return &(signal_pad->*flags)[source]; });
   }
   // Waits for a flag that this rank itself raises.
   JAX_EP_FN void wait_here(const uint64_t* flag) {
@@ -138,7 +138,9 @@ class Op {
     wait_each(1, [&](int) { return source; }, [&](int) { return &signal_pad->delivered[source][chunk]; });
   }
   JAX_EP_FN void wait_delivered(int chunk) {
-    wait_each(comm.size, [&](int peer) { return peer; }, [&](int peer) { return &signal_pad->delivered[peer][chunk]; });
+    wait_each(
+        comm.size, [&](int source) { return source; },
+        [&](int source) { return &signal_pad->delivered[source][chunk]; });
   }
   // Waits for `count` chunks from number `first` on; the c-th chunk of a source has number source * chunks + c.
   JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
@@ -181,14 +183,14 @@ class Op {
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&signal_pad->abort) : ~uint64_t{0}; }
 
   // Adds `pushed` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
-  // peer. All lanes call.
+  // rank. All lanes call.
   JAX_EP_FN void deliver(int chunk, int pushed, int whole) {
     int last = 0;
     if (coop.lane == 0 && may_push())  // rows may be missing once the group has failed
       last = pushed == whole || count_pushed(chunk, pushed, whole) == whole;
     if (!coop.broadcast(last)) return;
     coop.sync();
-    each_peer([&](int peer) { store_release(&comm.signal_pads[peer]->delivered[comm.rank][chunk], stamp_); });
+    each_rank([&](int rank) { store_release(&comm.signal_pads[rank]->delivered[comm.rank][chunk], stamp_); });
   }
 
   // Counts bytes of rows that came from a rank. One lane calls.
@@ -196,10 +198,10 @@ class Op {
     uint64_t* const counters = signal_pad->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
     if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
   }
-  // Counts bytes_from(source) for every peer, if this coop is `elected`. Each byte is counted by one coop.
+  // Counts bytes_from(source) for every source, if this coop is `elected`. Each byte is counted by one coop.
   template <class BytesFrom>
   JAX_EP_FN void count_received_by(bool elected, BytesFrom bytes_from) const {
-    if (elected) each_peer([&](int source) { count_received(source, bytes_from(source)); });
+    if (elected) each_rank([&](int source) { count_received(source, bytes_from(source)); });
   }
 
  private:
@@ -208,11 +210,11 @@ class Op {
   friend class SentMail;
   friend class ReceivedMail;
 
-  // Calls visit(peer) for every rank, each on a lane of its own.
+  // Calls visit(rank) for every rank, also this one, each on a lane of its own.
   template <class Visit>
-  JAX_EP_FN void each_peer(Visit visit) const {
+  JAX_EP_FN void each_rank(Visit visit) const {
     JAX_EP_ROLLED
-    for (int peer = coop.lane; peer < comm.size; peer += Coop::lanes) visit(peer);
+    for (int rank = coop.lane; rank < comm.size; rank += Coop::lanes) visit(rank);
   }
 
   // The least stamp of this op, whatever its tag. All stamps of later ops are greater.
@@ -319,15 +321,15 @@ class Op {
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&signal_pad->abort);
-    each_peer([&](int peer) {
-      compare_exchange(&comm.signal_pads[peer]->abort, uint64_t{0}, culprit);
-      store_release(&comm.signal_pads[peer]->acknowledged[comm.rank], uint64_t{1});
+    each_rank([&](int rank) {
+      compare_exchange(&comm.signal_pads[rank]->abort, uint64_t{0}, culprit);
+      store_release(&comm.signal_pads[rank]->acknowledged[comm.rank], uint64_t{1});
     });
     if (is_earlier(ask_posted())) return coop.sync();  // nobody knows where this op's buffers are
     uint64_t spent = 0;
-    each_peer([&](int peer) {
-      const uint64_t grace = load_acquire(&signal_pad->posted[peer]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
-      spent += spin_until(&signal_pad->acknowledged[peer], 1, &signal_pad->never, grace < spent ? 0 : grace - spent).ns;
+    each_rank([&](int rank) {
+      const uint64_t grace = load_acquire(&signal_pad->posted[rank]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
+      spent += spin_until(&signal_pad->acknowledged[rank], 1, &signal_pad->never, grace < spent ? 0 : grace - spent).ns;
     });
     coop.sync();
   }

@@ -47,13 +47,13 @@ class LaneWindow {
   T* mine_;
 };
 
-// Where this rank leaves numbers for its peers, kMailCounts of each kind, before it posts or signals.
+// Where this rank leaves numbers for every rank, kMailCounts of each kind, before it posts or signals.
 class SentMail {
  public:
   JAX_EP_FN explicit SentMail(const Op& op) : op_(op) {}
 
-  JAX_EP_FN int32_t* counts(int peer) const { return op_.mail(peer, op_.comm.rank)->counts; }
-  JAX_EP_FN float* weights(int peer) const { return op_.mail(peer, op_.comm.rank)->weights; }
+  JAX_EP_FN int32_t* counts(int rank) const { return op_.mail(rank, op_.comm.rank)->counts; }
+  JAX_EP_FN float* weights(int rank) const { return op_.mail(rank, op_.comm.rank)->weights; }
 
  private:
   const Op& op_;

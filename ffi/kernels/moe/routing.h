@@ -321,7 +321,7 @@ class RoutingByCounts : Router {
                        if (e == args_.num_experts)
                          *args_.invalid = total;
                        else
-                         for (int peer = 0; peer < op_.comm.size; ++peer) SentMail(op_).counts(peer)[e] = total;
+                         for (int rank = 0; rank < op_.comm.size; ++rank) SentMail(op_).counts(rank)[e] = total;
                      });
   }
 
@@ -425,9 +425,9 @@ class RoutingByChoices : Router {
         const int item = smaller(first + i * step, per_rank_ - 1);
         choices[i] = {args_.expert_ids[item], args_.token_weights[item]};
       }
-      for (int peer = 0; peer < op_.comm.size; ++peer) {
-        int32_t* const experts = SentMail(op_).counts(peer);
-        float* const weights = SentMail(op_).weights(peer);
+      for (int rank = 0; rank < op_.comm.size; ++rank) {
+        int32_t* const experts = SentMail(op_).counts(rank);
+        float* const weights = SentMail(op_).weights(rank);
         for (int i = 0; i < kAhead; ++i) {
           const int item = first + i * step;
           if (item >= per_rank_) continue;

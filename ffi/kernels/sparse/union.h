@@ -31,8 +31,8 @@ class SparseUnion {
     op_.enter(Phase::count);
     for_my_words([&](int word) { bits_[word] = 0; });
     if (op_.ok() && op_.coop.index == 0)
-      for (int peer = op_.coop.lane; peer < op_.comm.size; peer += Coop::lanes)
-        for (int i = 0; i < kMissing; ++i) SentMail(op_).counts(peer)[i] = args_.missing[i];
+      for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes)
+        for (int i = 0; i < kMissing; ++i) SentMail(op_).counts(rank)[i] = args_.missing[i];
     op_.post(posted(args_, op_.comm.size));
     op_.wait_posted();
     push_entries();
