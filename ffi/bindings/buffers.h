@@ -43,11 +43,11 @@ inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer
   const bool fits =
       any ? sizes.size() > 0 && sizes[0] == spec.sizes[0] && static_cast<int64_t>(buffer.size_bytes()) == spec.bytes()
           : buffer.element_type() == ffi_type(spec.values) &&
-                std::equal(sizes.begin(), sizes.end(), spec.sizes, spec.sizes + spec.rank);
+                std::equal(sizes.begin(), sizes.end(), spec.sizes, spec.sizes + spec.ndim);
   if (fits) return std::nullopt;
   const std::string wanted =
       any ? std::to_string(spec.sizes[0]) + " rows of " + std::to_string(spec.sizes[1]) + " bytes"
-          : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.rank);
+          : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.ndim);
   return std::string(spec.name) + " must be " + wanted + where + ", got " + describe(buffer);
 }
 

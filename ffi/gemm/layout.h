@@ -85,7 +85,7 @@ JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes,
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
          (address >> 4 & kField);
 }
-static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "a rank leaks into the strides");
+static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "it leaks into the strides");
 
 // The descriptor of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the operand (m or
 // n), not along the contraction; then the two strides lead to the next slice and the next atom.

@@ -53,7 +53,7 @@ class TileTaker {
 class TakenTiles {
  public:
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns, bool split)
-      : queue_(queue), tiles_(problem, tile_columns, split), rank_(blockIdx.x % kCluster), lane_(threadIdx.x % 32) {}
+      : queue_(queue), tiles_(problem, tile_columns, split) {}
 
   // False after the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
@@ -62,13 +62,13 @@ class TakenTiles {
     __syncwarp();
     if (lane_ == 0) arrive_at_peer(&queue_.begun[at_.stage], 0);
     at_.advance();
-    return tiles_.find(pair, rank_, tile);
+    return tiles_.find(pair, cta_rank_, tile);
   }
 
  private:
   TileQueue& queue_;
   RowTiles tiles_;
-  int rank_, lane_;
+  int cta_rank_ = blockIdx.x % kCluster, lane_ = threadIdx.x % 32;
   PipelineState<TileQueue::kAhead> at_;
 };
 

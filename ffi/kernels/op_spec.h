@@ -53,7 +53,7 @@ struct BufferSpec {
   const char* name;
   Use use;
   Values values;
-  int rank;          // of `any`: 1
+  int ndim;          // of `any`: 1
   int64_t sizes[3];  // of `any`: rows, and the bytes of a row
   bool present = true;
   bool posted = false;   // its address is in the mail, in the order of the spec
@@ -88,7 +88,7 @@ struct BufferSpec {
   JAX_EP_CONSTANT_FN bool is_result() const { return use == Use::result || use == Use::updated; }
   JAX_EP_CONSTANT_FN int64_t bytes() const {
     if (!present) return 0;
-    return size_of_value() * sizes[0] * (rank > 1 ? sizes[1] : 1) * (rank > 2 ? sizes[2] : 1);  // no loop on a device
+    return size_of_value() * sizes[0] * (ndim > 1 ? sizes[1] : 1) * (ndim > 2 ? sizes[2] : 1);  // no loop on a device
   }
 
  private:
