@@ -252,7 +252,7 @@ void bind_errors(py::module_& module) {
 PYBIND11_MODULE(JAX_EP_MODULE, module) {
   bind_errors(module);
   module.attr("version") = JAX_EP_VERSION;
-  module.attr("max_experts") = kMailCounts;
+  module.attr("max_experts") = kMailNumbers;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("float8_block") = kScaleBlock;
   module.attr("line_multiple") = gemm::kLineMultiple;

@@ -74,7 +74,7 @@ class Op {
     record(signal_pad, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
   }
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
-    record(signal_pad, comm.report, {epoch, Failure::invalid_routing, kind_, comm.rank, peer, detail, expected, seen});
+    record(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every rank that rows of this op will be missing. A rank then delivers nothing. Called after
   // wait_posted(), and before this rank delivers the chunk.
@@ -159,14 +159,14 @@ class Op {
   // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
   JAX_EP_FN void barrier() {
     enter(Phase::barrier);
-    meet(&signal_pad->everyone, coop.cta.count);
+    meet(&signal_pad->all_ctas, coop.cta.count);
   }
   // Waits for the coops of the first `ctas` CTAs. Only these coops call.
-  JAX_EP_FN void routing_barrier(int ctas) {
+  JAX_EP_FN void barrier_of_first(int ctas) {
     if (ctas == 1)
       coop.cta_sync();  // no other CTA takes part
     else
-      meet(&signal_pad->routing, ctas);
+      meet(&signal_pad->first_ctas, ctas);
   }
 
   // ---- Work: tickets hand out items, counts say when a chunk is whole ----

@@ -77,61 +77,61 @@ class PushItems {
 };
 
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
-// only after it has started the next ones, so that the link stays busy. All lanes call. Pass
-// tokens to after() in any order, and to begun() and skipped() in increasing order until the next finish(). `Chunks`
-// has chunks, chunk() and chunk_of().
+// only after it has started the next ones, so that the link stays busy. All lanes call. Pass rows to after() in any
+// order, and to begun() and skipped() in increasing order until the next finish(). `Chunks` has chunks, chunk() and
+// chunk_of().
 template <class Chunks>
 class Announcer {
  public:
-  // A token consists of `parts` items.
+  // A row consists of `parts` items.
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
 
-  // An item of `token` was put. `rows` has mark and complete_to.
-  template <class Rows>
-  JAX_EP_FN void after(int token, Rows& rows) {
-    const int chunk = chunks_.chunk_of(token);
-    if (chunk != chunk_) announce(written_, rows);
+  // An item of `row` was put. `mover` has mark and complete_to.
+  template <class Mover>
+  JAX_EP_FN void after(int row, Mover& mover) {
+    const int chunk = chunks_.chunk_of(row);
+    if (chunk != chunk_) announce(written_, mover);
     chunk_ = chunk;
     ++put_;
-    written_ = rows.mark();
+    written_ = mover.mark();
   }
 
-  // An item of `token` was begun, which completes the item begun before it.
-  template <class Rows>
-  JAX_EP_FN void begun(int token, Rows& rows) {
-    if (begun_ >= 0) after(begun_, rows);
-    begun_ = token;
+  // An item of `row` was begun, which completes the item begun before it.
+  template <class Mover>
+  JAX_EP_FN void begun(int row, Mover& mover) {
+    if (begun_ >= 0) after(begun_, mover);
+    begun_ = row;
   }
 
-  // An item of `token` sends nothing. An item that was begun in another chunk is finished first, by rows.finish().
-  template <class Rows>
-  JAX_EP_FN void skipped(int token, Rows& rows) {
-    if (begun_ >= 0 && chunks_.chunk_of(token) != chunk_) {
-      rows.finish();
-      after(begun_, rows);
+  // An item of `row` sends nothing. An item that was begun in another chunk is finished first, by mover.finish().
+  template <class Mover>
+  JAX_EP_FN void skipped(int row, Mover& mover) {
+    if (begun_ >= 0 && chunks_.chunk_of(row) != chunk_) {
+      mover.finish();
+      after(begun_, mover);
       begun_ = -1;
     }
-    after(token, rows);
+    after(row, mover);
   }
 
   // Announces all items so far. If there are no items at all, every sender announces all chunks, because it may be the
   // only sender that runs.
-  template <class Rows>
-  JAX_EP_FN void finish(Rows& rows) {
-    if (begun_ >= 0) after(begun_, rows);
+  template <class Mover>
+  JAX_EP_FN void finish(Mover& mover) {
+    if (begun_ >= 0) after(begun_, mover);
     begun_ = -1;
-    announce(rows.mark(), rows);
+    announce(mover.mark(), mover);
     if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 
  private:
-  template <class Rows>
-  JAX_EP_FN void announce(int mark, Rows& rows) {
+  template <class Mover>
+  JAX_EP_FN void announce(int mark, Mover& mover) {
     if (put_ == 0) return;
-    rows.complete_to(mark);
-    const Range tokens = chunks_.chunk(chunk_);
-    op_.deliver(chunk_, put_, (tokens.end - tokens.begin) * parts_);
+    mover.complete_to(mark);
+    const Range rows = chunks_.chunk(chunk_);
+    op_.deliver(chunk_, put_, (rows.end - rows.begin) * parts_);
     put_ = 0;
   }
 

@@ -7,8 +7,8 @@
 namespace jax_ep {
 
 // The byte that fills an undelivered result. nan: NaN, or -1 in integers. size: 0, because other kernels trust sizes.
-// target: a number below -1, which tells combine that the dispatch failed, and gives NaN in a product that gathers.
-enum class Undelivered : uint8_t { nan = 0xff, size = 0, target = 0x80 };
+// index: a number below -1, for which an op that takes the indices gives NaN.
+enum class Undelivered : uint8_t { nan = 0xff, size = 0, index = 0x80 };
 
 // A result of an op.
 struct Buffer {

@@ -9,9 +9,9 @@
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
-constexpr int kMaxFlags = 1024;    // chunks of a source that have a flag each: a matrix has many row blocks
-constexpr int kMailCounts = 4096;  // numbers in a mailbox: bounds the experts and the slices of an op
-constexpr int kMailBuffers = 5;    // dispatch uses all: rows, row_of, weights, scales, landing
+constexpr int kMaxFlags = 1024;     // chunks of a source that have a flag each: a matrix has many row blocks
+constexpr int kMailNumbers = 4096;  // of each type in a mailbox: bounds what the ranks of an op tell each other
+constexpr int kMailBuffers = 5;     // whose addresses a rank posts
 
 enum class OpKind : int32_t;  // kernels/ops.h
 
@@ -29,7 +29,7 @@ struct Signature {
 static_assert(std::has_unique_object_representations_v<Signature>, "its bytes are hashed, so it has no padding");
 
 // Failures from `timeout` on end the group.
-enum class Failure : int32_t { none, capacity, invalid_routing, timeout, peer_lost, mismatch };
+enum class Failure : int32_t { none, capacity, invalid, timeout, peer_lost, mismatch };
 constexpr Failure kFirstFatal = Failure::timeout;
 
 // What a rank reports to the host. The first coop of an op to fail claims the report, and fills it in.
@@ -39,11 +39,11 @@ struct Report {
   OpKind op;
   int32_t rank;    // that reports; for `capacity`, the rank that lacks room
   int32_t peer;    // the other rank that the failure is about, or `rank`
-  int64_t detail;  // of `invalid_routing`: what the op's spec describes (OpDefaults::describe_invalid), or kElsewhere
+  int64_t detail;  // of `invalid`: what the op's spec describes (OpDefaults::describe_invalid), or kElsewhere
   int64_t expected;
   int64_t seen;
 };
-constexpr int64_t kElsewhere = -1;  // the routing of another rank is invalid
+constexpr int64_t kElsewhere = -1;  // what another rank was called with is invalid
 
 // The buffers of a rank that its peers may use in an op.
 struct Posted {
@@ -53,8 +53,8 @@ struct Posted {
 // What a source rank leaves at a peer when an op begins: where the peer may write, and what the source will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
-  int32_t counts[kMailCounts];  // the op decides what they mean
-  float weights[kMailCounts];
+  int32_t ints[kMailNumbers];   // the op decides what they mean
+  float floats[kMailNumbers];
 };
 
 // A barrier among some CTAs of a rank. Each such barrier has words of its own.
@@ -85,7 +85,7 @@ constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word 
 constexpr int kTagBits = 24;
 
 // All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
-// exchange counts use `chosen`, `laid_out`, `placed` and the words of routing coops.
+// work out together where rows go use `mailed`, `laid_out`, `placed` and the words of the first CTAs.
 struct alignas(128) SignalPad {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer
@@ -97,18 +97,18 @@ struct alignas(128) SignalPad {
   alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in longer waits
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
-  alignas(128) uint64_t chosen[kMaxRanks];                     // by source: the rest of its mail is here
-  alignas(128) uint64_t laid_out;                              // the rows of each expert here are counted
-  alignas(128) uint64_t placed[kMaxRanks];                     // by source: its assignments have their rows here
+  alignas(128) uint64_t mailed[kMaxRanks];                     // by source: the rest of its mail is here
+  alignas(128) uint64_t laid_out;                              // where the rows of this rank lie is known
+  alignas(128) uint64_t placed[kMaxRanks];                     // by source: where its rows go here is known
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or can be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
-  BarrierWords routing, everyone;                         // barriers among CTAs of this rank
-  alignas(128) uint64_t routing_begun, members;  // CTAs that have begun to route; CTAs or reducers that have begun
-  alignas(128) uint64_t exited;                  // coops that are done with the op
-  alignas(128) uint64_t ticket;                  // the next item of the work queue
-  alignas(128) uint64_t push_ticket;             // the next row to push
-  alignas(128) uint64_t pushed[kMaxFlags];       // how much of a chunk has been pushed
-  alignas(128) uint64_t claimed[kMaxClaims];     // by item: epoch of the last op in which it was claimed
+  BarrierWords first_ctas, all_ctas;                      // barriers among CTAs of this rank
+  alignas(128) uint64_t first_begun, members;             // of the first CTAs, those that have begun; see comm/ctas.h
+  alignas(128) uint64_t exited;                           // coops that are done with the op
+  alignas(128) uint64_t ticket;                           // the next item of the work queue
+  alignas(128) uint64_t push_ticket;                      // the next row to push
+  alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
+  alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
   // Two mailboxes per source, by the parity of the epoch. So a peer that is one op ahead never overwrites mail that is
   // still in use.
   Mail mail[2][kMaxRanks];
@@ -116,10 +116,10 @@ struct alignas(128) SignalPad {
 
 // Clears the counts of an op. One lane calls, when no other coop is left in the op.
 JAX_EP_FN void clear_counts(SignalPad* signal_pad) {
-  store_relaxed(&signal_pad->routing.arrived, uint64_t{0});
-  store_relaxed(&signal_pad->everyone.arrived, uint64_t{0});
+  store_relaxed(&signal_pad->first_ctas.arrived, uint64_t{0});
+  store_relaxed(&signal_pad->all_ctas.arrived, uint64_t{0});
   store_relaxed(&signal_pad->exited, uint64_t{0});
-  store_relaxed(&signal_pad->routing_begun, uint64_t{0});
+  store_relaxed(&signal_pad->first_begun, uint64_t{0});
   store_relaxed(&signal_pad->members, uint64_t{0});
   store_relaxed(&signal_pad->ticket, uint64_t{0});
   store_relaxed(&signal_pad->push_ticket, uint64_t{0});

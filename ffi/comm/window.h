@@ -47,13 +47,13 @@ class LaneWindow {
   T* mine_;
 };
 
-// Where this rank leaves numbers for every rank, kMailCounts of each kind, before it posts or signals.
+// Where this rank leaves numbers for every rank, kMailNumbers of each type, before it posts or signals.
 class SentMail {
  public:
   JAX_EP_FN explicit SentMail(const Op& op) : op_(op) {}
 
-  JAX_EP_FN int32_t* counts(int rank) const { return op_.mail(rank, op_.comm.rank)->counts; }
-  JAX_EP_FN float* weights(int rank) const { return op_.mail(rank, op_.comm.rank)->weights; }
+  JAX_EP_FN int32_t* ints(int rank) const { return op_.mail(rank, op_.comm.rank)->ints; }
+  JAX_EP_FN float* floats(int rank) const { return op_.mail(rank, op_.comm.rank)->floats; }
 
  private:
   const Op& op_;
@@ -64,8 +64,8 @@ class ReceivedMail {
  public:
   JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}
 
-  JAX_EP_FN const int32_t* counts(int source) const { return boxes_[source].counts; }
-  JAX_EP_FN const float* weights(int source) const { return boxes_[source].weights; }
+  JAX_EP_FN const int32_t* ints(int source) const { return boxes_[source].ints; }
+  JAX_EP_FN const float* floats(int source) const { return boxes_[source].floats; }
 
  private:
   const Mail* boxes_;

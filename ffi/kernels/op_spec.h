@@ -187,7 +187,7 @@ struct OpDefaults {
   static std::optional<std::string> validate(const Args&, int) {
     return std::nullopt;
   }
-  // What a report of Failure::invalid_routing says, by its `detail`. This is for kElsewhere.
+  // What a report of Failure::invalid says, by its `detail`. This is for kElsewhere.
   static std::string describe_invalid(const Report&) { return "the routing of another rank is out of bounds"; }
 };
 

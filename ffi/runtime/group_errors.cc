@@ -118,7 +118,7 @@ std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) 
     latest[line] = std::max(latest[line], report.epoch);
     if (recoverable && !hearsay) continue;
     recoverable = describe(each);
-    hearsay = report.failure == Failure::invalid_routing && report.detail == kElsewhere;
+    hearsay = report.failure == Failure::invalid && report.detail == kElsewhere;
   }
   *taken = latest;
   return recoverable;
@@ -278,7 +278,7 @@ GroupError Group::describe(const Told& told) const {
                     "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
                     name_of(report.op), report.rank, seen, expected);
       return {ErrorKind::capacity, text};
-    case Failure::invalid_routing:
+    case Failure::invalid:
       std::snprintf(text, sizeof(text), "%s: rank %d: ", name_of(report.op), report.rank);
       return {ErrorKind::invalid_routing, text + describe_invalid(report)};
     case Failure::none:

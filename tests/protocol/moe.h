@@ -196,14 +196,8 @@ inline void reports_are_whole(int count) {
     for (int i = 1; i <= count; ++i) {
       Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 0, 0, i, i};
       if (i % 2)
-        report = {report.epoch,
-                  Failure::invalid_routing,
-                  OpKind::combine,
-                  0,
-                  0,
-                  static_cast<int64_t>(RoutingLeaf::row_of),
-                  -i,
-                  -i};
+        report = {
+            report.epoch, Failure::invalid, OpKind::combine, 0, 0, static_cast<int64_t>(RoutingLeaf::row_of), -i, -i};
       record(comm.own_signal_pad, comm.report, report);
     }
     done = true;

@@ -194,10 +194,10 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
     visit(result("scales", Values::float32, moved, a.hidden / kScaleBlock).when(float8).for_peers(straight),
           &Args::scales);
-    visit(result("indices", Values::int32, a.capacity).when(!a.expand).undelivered_as(Undelivered::target),
+    visit(result("indices", Values::int32, a.capacity).when(!a.expand).undelivered_as(Undelivered::index),
           &Args::indices);
     visit(result("group_sizes", Values::int32, local).undelivered_as(Undelivered::size), &Args::group_sizes);
-    visit(result("targets", Values::int32, tokens, top_k).undelivered_as(Undelivered::target), &Args::targets);
+    visit(result("targets", Values::int32, tokens, top_k).undelivered_as(Undelivered::index), &Args::targets);
     visit(result("counts", Values::int32, ranks, local).undelivered_as(Undelivered::size), &Args::counts);
     visit(result("dropped", Values::int32, 1).undelivered_as(Undelivered::size), &Args::dropped);
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);

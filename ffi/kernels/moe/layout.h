@@ -10,8 +10,8 @@
 
 namespace jax_ep {
 
-constexpr int kMaxExperts = kMailCounts;
-constexpr int kFewAssignments = kMailCounts;
+constexpr int kMaxExperts = kMailNumbers;
+constexpr int kFewAssignments = kMailNumbers;
 // How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
 constexpr int kFewTokens = 512;     // at most; few tokens are announced one by one
 constexpr int kChunkTokens = 512;   // the least tokens that are announced together if tokens are not few
@@ -81,12 +81,12 @@ struct RouteScratch {
   JAX_EP_FN int64_t histogram_ints() const { return num_experts + 1; }
   JAX_EP_FN int32_t* coop_bins(int coop) const { return ints + coop * histogram_ints(); }  // of the routing CTAs
   JAX_EP_FN int32_t* cta_bins(int cta) const { return coop_bins(kMaxRouters * kMaxCtaCoops + cta); }
-  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }              // [E] of this rank's part
-  JAX_EP_FN int32_t* totals() const { return first_rows() + num_experts; }             // [E] rows of all ranks
-  JAX_EP_FN int32_t* needed() const { return totals() + num_experts; }                 // [R] rows
-  JAX_EP_FN int32_t* shifts() const { return needed() + ranks; }                       // [R, E]
-  JAX_EP_FN int32_t* ends() const { return shifts() + int64_t{ranks} * num_experts; }  // [R, E]
-  JAX_EP_FN int32_t* chosen() const { return ends() + int64_t{ranks} * num_experts; }  // [R, E]
+  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }                     // [E] of this rank's part
+  JAX_EP_FN int32_t* totals() const { return first_rows() + num_experts; }                    // [E] rows of all ranks
+  JAX_EP_FN int32_t* needed() const { return totals() + num_experts; }                        // [R] rows
+  JAX_EP_FN int32_t* shifts() const { return needed() + ranks; }                              // [R, E]
+  JAX_EP_FN int32_t* ends() const { return shifts() + int64_t{ranks} * num_experts; }         // [R, E]
+  JAX_EP_FN int32_t* choice_counts() const { return ends() + int64_t{ranks} * num_experts; }  // [R, E]
 };
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
   const int64_t histograms = kMaxRouters * (kMaxCtaCoops + 1), tables = drop ? 3 * ranks : 0;

@@ -38,7 +38,7 @@ class Histogram {
   // Whether this is the last coop of the first CTA, the last coop to have work.
   JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.member.index == coop_.member.count - 1; }
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
-  JAX_EP_FN void barrier() const { op_.routing_barrier(ctas_); }
+  JAX_EP_FN void barrier() const { op_.barrier_of_first(ctas_); }
 
   // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. On return all
   // routing coops see what take() wrote.
@@ -87,7 +87,7 @@ class Histogram {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
     if (wanted == 1) return as_member(coop, {0, 1});
-    return as_member(coop, join_cta(coop, &op.signal_pad->routing_begun, wanted));
+    return as_member(coop, join_cta(coop, &op.signal_pad->first_begun, wanted));
   }
 
   // This coop's histogram, or that of another member of its CTA.
@@ -295,8 +295,8 @@ class RoutingByCounts : Router {
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     count();
-    op_.signal(&SignalPad::chosen, histogram_.is_first());
-    op_.wait(&SignalPad::chosen);
+    op_.signal(&SignalPad::mailed, histogram_.is_first());
+    op_.wait(&SignalPad::mailed);
     const uint64_t asked = ask_posted();
     op_.enter(Phase::layout);
     lay_out();
@@ -321,7 +321,7 @@ class RoutingByCounts : Router {
                        if (e == args_.num_experts)
                          *args_.invalid = total;
                        else
-                         for (int rank = 0; rank < op_.comm.size; ++rank) SentMail(op_).counts(rank)[e] = total;
+                         for (int rank = 0; rank < op_.comm.size; ++rank) SentMail(op_).ints(rank)[e] = total;
                      });
   }
 
@@ -329,7 +329,7 @@ class RoutingByCounts : Router {
   JAX_EP_FN void lay_out() {
     const Comm& comm = op_.comm;
     const ReceivedMail mail(op_);
-    const auto count = [&](int source, int e) { return mail.counts(source)[e]; };
+    const auto count = [&](int source, int e) { return mail.ints(source)[e]; };
     const auto rows_before = [&](int rank, int e) {
       int rows = 0;
       for (int source = 0; source < rank; ++source) rows += count(source, e);
@@ -397,7 +397,7 @@ class RoutingByChoices : Router {
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
     send_choices();
-    op_.wait(&SignalPad::chosen);
+    op_.wait(&SignalPad::mailed);
     const uint64_t asked = ask_posted();
     count();
     post_if_late(asked);
@@ -426,8 +426,8 @@ class RoutingByChoices : Router {
         choices[i] = {args_.expert_ids[item], args_.token_weights[item]};
       }
       for (int rank = 0; rank < op_.comm.size; ++rank) {
-        int32_t* const experts = SentMail(op_).counts(rank);
-        float* const weights = SentMail(op_).weights(rank);
+        int32_t* const experts = SentMail(op_).ints(rank);
+        float* const weights = SentMail(op_).floats(rank);
         for (int i = 0; i < kAhead; ++i) {
           const int item = first + i * step;
           if (item >= per_rank_) continue;
@@ -437,14 +437,14 @@ class RoutingByChoices : Router {
       }
     }
     coop.cta_sync();
-    op_.signal(&SignalPad::chosen, histogram_.is_first());
+    op_.signal(&SignalPad::mailed, histogram_.is_first());
   }
 
   // Assignment number `item` of all ranks' assignments, in the order of the ranks.
   JAX_EP_FN Choice choice(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
     const ReceivedMail mail(op_);
-    return {mail.counts(source)[at], mail.weights(source)[at]};
+    return {mail.ints(source)[at], mail.floats(source)[at]};
   }
 
   JAX_EP_FN void count() {

@@ -66,7 +66,7 @@ JAX_EP_COLD_FN Quotas block_quotas(Coop coop, const int32_t* counts, int sources
 
 // A rank that is asked for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
 // the scratch, [ranks, experts], turn a number into a row: the assignment gets row number + shift if that is below
-// `ends`, and else is dropped. A third table, `chosen`, counts the assignments of few tokens.
+// `ends`, and else is dropped. A third table, `choice_counts`, counts the assignments of few tokens.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank
@@ -78,19 +78,19 @@ struct Overfull {
 
   JAX_EP_FN int at(int source, int expert) const { return source * scratch.num_experts + expert; }
   JAX_EP_FN int count(int source, int expert) const {
-    return few ? scratch.chosen()[at(source, expert)] : mail.counts(source)[expert];
+    return few ? scratch.choice_counts()[at(source, expert)] : mail.ints(source)[expert];
   }
 };
 
 // Counts the assignments of few tokens to the experts [first, end). All lanes call.
 JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, int end) {
-  int32_t* const counts = over.scratch.chosen();
+  int32_t* const counts = over.scratch.choice_counts();
   for (int source = 0; source < over.scratch.ranks; ++source)
     for (int e = first + coop.lane; e < end; e += Coop::lanes) counts[over.at(source, e)] = 0;
   coop.sync();
   for (int source = 0; source < over.scratch.ranks; ++source)
     for (int i = coop.lane; i < over.assignments; i += Coop::lanes)
-      if (const int e = over.mail.counts(source)[i]; e >= first && e < end) atomic_add(&counts[over.at(source, e)], 1);
+      if (const int e = over.mail.ints(source)[i]; e >= first && e < end) atomic_add(&counts[over.at(source, e)], 1);
   coop.sync();
 }
 

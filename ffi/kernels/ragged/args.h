@@ -30,8 +30,8 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     visit("row_bytes", "row bytes", &Args::row_bytes);
   }
   static std::optional<std::string> validate(const Args& args, int) {
-    if (args.slices > kMailCounts)
-      return wrong("slices", "at most " + std::to_string(kMailCounts) + ", what a mailbox holds", args.slices);
+    if (args.slices > kMailNumbers)
+      return wrong("slices", "at most " + std::to_string(kMailNumbers) + ", what a mailbox holds", args.slices);
     if (!fits_int32(args.operand_rows)) return wrong("operand_rows", "below 2**31", args.operand_rows);
     if (!fits_int32(args.result_rows)) return wrong("result_rows", "below 2**31", args.result_rows);
     if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);

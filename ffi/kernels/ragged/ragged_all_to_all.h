@@ -50,7 +50,7 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
   if (!op.ok() || op.coop.index != 0) return;
   const ReceivedMail mail(op);
   for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes) {
-    const int source = i / args.slices, sent = mail.counts(source)[i % args.slices];
+    const int source = i / args.slices, sent = mail.ints(source)[i % args.slices];
     if (sent == args.recv_sizes[i])
       op.count_received(source, larger(0, sent) * args.row_bytes);
     else
@@ -61,7 +61,7 @@ JAX_EP_FN void check_sizes(Op& op, const RaggedArgs& args) {
 JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
   if (op.ok() && op.coop.index == 0)
     for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes)
-      SentMail(op).counts(i / args.slices)[i % args.slices] = args.send_sizes[i];
+      SentMail(op).ints(i / args.slices)[i % args.slices] = args.send_sizes[i];
   op.post(posted(args, op.comm.size));
   op.wait_posted();
   check_sizes(op, args);

@@ -32,7 +32,7 @@ class SparseUnion {
     for_my_words([&](int word) { bits_[word] = 0; });
     if (op_.ok() && op_.coop.index == 0)
       for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes)
-        for (int i = 0; i < kMissing; ++i) SentMail(op_).counts(rank)[i] = args_.missing[i];
+        for (int i = 0; i < kMissing; ++i) SentMail(op_).ints(rank)[i] = args_.missing[i];
     op_.post(posted(args_, op_.comm.size));
     op_.wait_posted();
     push_entries();
@@ -145,7 +145,7 @@ class SparseUnion {
       args_.bounds[rank] = ids_below(row_range(args_.num_rows, rank, op_.comm.size).begin);
     for (int i = op_.coop.lane; i < kMissing; i += Coop::lanes) {
       int over_ranks = 0;
-      for (int rank = 0; rank < op_.comm.size; ++rank) over_ranks += ReceivedMail(op_).counts(rank)[i];
+      for (int rank = 0; rank < op_.comm.size; ++rank) over_ranks += ReceivedMail(op_).ints(rank)[i];
       args_.all_missing[i] = over_ranks;
     }
   }
