@@ -115,7 +115,7 @@ class Ban(NamedTuple):
 CONDITION = r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b.*"
 PLATFORM_MACRO = r"(?:__(?:CUDA|HIP|NVCC|AMD|GFX|NVPTX|x86_64|aarch64|linux)|_WIN32|JAX_EP_(?:CUDA|HIP|CPU|GPU)\b)"
 INCLUDE = r"^[ \t]*#[ \t]*include[ \t]*"
-OPS = r"(?i:dispatch|combine|scatter|gather|ragged|sparse|matmul|moe|expert)"
+OPS = r"(?i:dispatch|combine|scatter|gather|ragged|sparse|matmul|moe|expert|token|routing)"
 
 BANS = [
     Ban("comm_names_no_op", ("comm",), OPS, "", ("comm/a.h", "int kMaxExperts = 4096;")),
