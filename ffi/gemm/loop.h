@@ -116,18 +116,18 @@ template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
                            const Problem& problem, const Hooks& hooks, Part cta) {
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
-  using Wanted = Registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>;
-  static_assert(Wanted::kConsumer * kConsumers + Wanted::kOther * (kThreads - kConsumers) == 168 * kThreads,
+  constexpr Registers kWanted = registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>();
+  static_assert(kWanted.consumer * kConsumers + kWanted.other * (kThreads - kConsumers) == 168 * kThreads,
                 "what some warps take others must give");
   auto& shared = *reinterpret_cast<Memory*>(memory);
   Mainloop::open(shared);
   open_pipeline(shared, Mainloop::kPingPong ? kWarpgroup : kConsumerWarps, Mainloop::kProducers);
   const int warp = uniform(threadIdx.x / 32);
   if (warp < kConsumerWarps) {
-    warpgroup_reg_alloc<Wanted::kConsumer>();
+    warpgroup_reg_alloc<kWanted.consumer>();
     consume<Mainloop>(shared, source, epilogue, problem, hooks, cta);
   } else {
-    warpgroup_reg_dealloc<Wanted::kOther>();
+    warpgroup_reg_dealloc<kWanted.other>();
     if (warp == kConsumerWarps) {
       produce<Mainloop>(shared, source, problem, hooks, cta);
     } else if constexpr (!std::is_empty_v<typename Hooks::Aux>) {

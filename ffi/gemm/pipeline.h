@@ -78,21 +78,15 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
 
 // The registers of a thread. Each starts with 168. What consumers get depends on their accumulators; the other warps
 // get the rest. Warps that run hooks (loop.h) need more, and so do warps that gather.
-template <class Aux, int kAccumulators, bool kGathers>
 struct Registers {
-  static constexpr int kConsumer = 192, kOther = 120;
+  int consumer, other;
 };
-template <bool kGathers>
-struct Registers<Nothing, 128, kGathers> {
-  static constexpr int kConsumer = 224, kOther = 56;
-};
-template <class Aux>
-struct Registers<Aux, 192, false> {
-  static constexpr int kConsumer = 240, kOther = 24;
-};
-template <class Aux>
-struct Registers<Aux, 192, true> {
-  static constexpr int kConsumer = 232, kOther = 40;
-};
+template <class Aux, int kAccumulators, bool kGathers>
+JAX_EP_CONSTANT_FN Registers registers() {
+  constexpr bool kHooks = !std::is_empty_v<Aux>;
+  static_assert(kAccumulators == 128 ? !kHooks || !kGathers : kAccumulators == 192 && !kHooks, "no kernel has these");
+  if (kAccumulators == 128) return kHooks ? Registers{192, 120} : Registers{224, 56};
+  return kGathers ? Registers{232, 40} : Registers{240, 24};
+}
 
 }  // namespace jax_ep::gemm
