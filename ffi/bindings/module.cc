@@ -255,7 +255,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.attr("max_experts") = kMailNumbers;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("float8_block") = kScaleBlock;
-  module.attr("line_multiple") = gemm::kLineMultiple;
+  module.attr("tma_multiple") = gemm::kTmaMultiple;
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());

@@ -26,7 +26,7 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
 
 // 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
 template <class Out>
-JAX_EP_FN void stage_columns(char* to, const float* d, int lane) {
+JAX_EP_FN void columns_to_shared(char* to, const float* d, int lane) {
   const int line = lane & 15, half = lane >> 4;
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair, d += 8)
@@ -35,7 +35,7 @@ JAX_EP_FN void stage_columns(char* to, const float* d, int lane) {
 }
 // 16 rows x 32 columns as they are.
 template <>
-JAX_EP_FN void stage_columns<float>(char* to, const float* d, int lane) {
+JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
   const int line = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;
 #pragma unroll
   for (int eight = 0; eight < 4; ++eight, d += 4) {
@@ -44,8 +44,8 @@ JAX_EP_FN void stage_columns<float>(char* to, const float* d, int lane) {
   }
 }
 
-// Stores the first `rows` lines and the first `vecs` 16-byte vectors of what is staged. For edges, where TMA would
-// write too much.
+// Stores the first `rows` lines and the first `vecs` 16-byte vectors of a strip. For edges, where TMA would write too
+// much.
 JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
   const int vec = lane & 7;
 #pragma unroll
@@ -117,7 +117,7 @@ struct StoreTile {
       if (col < problem.n) {
         if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
         __syncwarp();
-        stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+        columns_to_shared<Out>(buffer, d + chunk * kColumns / 2, lane);
         if (whole) ptx::shared_proxy_fence();
         __syncwarp();
         if (!whole)
@@ -141,7 +141,7 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
     const int column = tile.out_col + chunk * kColumns + (lane & 7) * kValues;
     char* const buffer = buffers[chunk & 1];
-    stage_columns<Out>(buffer, d + chunk * kColumns / 2, lane);
+    columns_to_shared<Out>(buffer, d + chunk * kColumns / 2, lane);
     __syncwarp();
 #pragma unroll
     for (int line = lane >> 3; line < kOutRows; line += 4)
@@ -162,7 +162,7 @@ JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
 // A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
 // two of column lane / 4, two of column lane / 4 + 8.
 template <class Out>
-JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int lane) {
+JAX_EP_FN void rows_to_shared(char* to, int line, int column, const float* d, int lane) {
   if constexpr (sizeof(Out) == 2) {
     store_transposed(to + swizzled(line + (lane >> 4) * 8 + (lane & 7), column / 8 + (lane >> 3 & 1)),
                      pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}), pack(d[4], d[5], Out{}),
@@ -178,14 +178,14 @@ JAX_EP_FN void stage_rows(char* to, int line, int column, const float* d, int la
 
 // A warp's 16 columns of a chunk. `d` begins with its rows.
 template <class Out>
-JAX_EP_FN void stage_chunk(char* buffer, int column, const float* d, int lane) {
+JAX_EP_FN void chunk_to_shared(char* buffer, int column, const float* d, int lane) {
 #pragma unroll
-  for (int line = 0; line < kChunkRows; line += 16) stage_rows<Out>(buffer, line, column, d + line / 2, lane);
+  for (int line = 0; line < kChunkRows; line += 16) rows_to_shared<Out>(buffer, line, column, d + line / 2, lane);
 }
 
-// Stores a warp's part of a chunk, staged at `from`: 16 rows from `row` on by a line of columns from `col` on. `matrix`
-// has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA stores, unless
-// it would write too much; TMA itself stops at the end of the matrix' rows.
+// Stores a warp's part of a chunk, which lies at `from`: 16 rows from `row` on by a line of columns from `col` on.
+// `matrix` has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA
+// stores, unless it would write too much; TMA itself stops at the end of the matrix' rows.
 template <class Out>
 JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {
@@ -200,9 +200,9 @@ JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int
 }
 
 // Stores a warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in
-// store_strip. For each chunk, the warps stage their columns, then each warp stores 16 rows. The last stores still read
-// their buffer when this returns. `chunks` counts the chunks of all tiles, so that the next tile begins with the buffer
-// that is free first.
+// store_strip. For each chunk, the warps write their columns to shared memory, then each warp stores 16 rows. The last
+// stores still read their buffer when this returns. `chunks` counts the chunks of all tiles, so that the next tile
+// begins with the buffer that is free first.
 template <class Out, int kRows, class Memory>
 JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
                              const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& chunks, int warp,
@@ -218,7 +218,7 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
     char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
     if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-    if (column >= 0 && column < kColumns) stage_chunk<Out>(buffer, column, d + first / 2, lane);
+    if (column >= 0 && column < kColumns) chunk_to_shared<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     const int line = warp % kWarpgroup * kOutRows;

@@ -32,7 +32,7 @@ struct StoreGated {
       if (first >= tile.rows) break;
       const int buffer = chunks++ % 2 * kChunkBytes;
       char* const own = chunks_of(shared, warp / kWarpgroup) + buffer;
-      stage_chunk<T>(own, warp % kWarpgroup * 16, d[0] + first / 2, lane);
+      chunk_to_shared<T>(own, warp % kWarpgroup * 16, d[0] + first / 2, lane);
       if (keeps) {
         ptx::shared_proxy_fence();
         if (lane == 0) ptx::wait_stores_read<0>();
@@ -83,7 +83,7 @@ struct StoreGated {
   }
 
  private:
-  // Stores a warp's 16 rows of its warpgroup's product, which is staged in `own`.
+  // Stores a warp's 16 rows of its warpgroup's product, which lies in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
                       int lane) const {
     const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
@@ -137,13 +137,13 @@ struct StoreGatedFloat8 {
   JAX_EP_FN StoreGatedFloat8(const Maps&, const Product& product)
       : values(static_cast<char*>(product.result)), scales(product.result_scales) {}
 
-  // All consumers of a CTA call together. Magnitudes are read and values are staged only between the two meetings, so
+  // All consumers of a CTA call together. Magnitudes are read and values are written only between the two meetings, so
   // neither is overwritten while others read.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&halves)[kHalves][kGatedWidth / 2],
                        Memory& shared, int warp, int lane) const {
     const int warpgroup = warp / kWarpgroup, first = warp % kWarpgroup * kOutRows + lane / 4;
-    char* const staged = shared.staged();
+    char* const quantized = shared.values();
     GatedPairs made[kHalves];
     made[0].activate_products<kActivation>(halves[0]);
     made[1].activate_products<kActivation>(halves[1]);
@@ -165,7 +165,7 @@ struct StoreGatedFloat8 {
 #pragma unroll
       for (int pair = 0; pair < GatedPairs::kPairs; ++pair) {
         const int column = warpgroup * kSlice + pair * 8 + lane % 4 * 2;
-        *reinterpret_cast<uint16_t*>(staged + swizzled(line, column / 16) + column % 16) =
+        *reinterpret_cast<uint16_t*>(quantized + swizzled(line, column / 16) + column % 16) =
             scaled_to_float8(made[i / 2].pairs[i % 2][pair], factor);
       }
     }
@@ -173,7 +173,7 @@ struct StoreGatedFloat8 {
     const int line = warp * kOutRows, row = tile.row + line;
     if (row < tile.row_end)
       store_lines(values + int64_t{row} * problem.n + tile.col, problem.n, tile.row_end - row, kScaleBlock / 16,
-                  staged + line * kLineBytes, lane);
+                  quantized + line * kLineBytes, lane);
   }
 };
 

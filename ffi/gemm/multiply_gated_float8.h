@@ -27,8 +27,8 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
     uint16_t largest[2][kBlockM];  // by warpgroup and row of the tile: bits of the largest magnitude
   };
 
-  JAX_EP_FN char* staged() { return out[0][0]; }
-  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(staged() + kBlockM * kLineBytes); }
+  JAX_EP_FN char* values() { return out[0][0]; }
+  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(values() + kBlockM * kLineBytes); }
   JAX_EP_FN StageScales& scales(int stage) { return more().scales[stage]; }
 };
 static_assert(kBlockM * kLineBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));

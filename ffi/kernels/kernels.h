@@ -33,11 +33,11 @@ JAX_EP_BYTE_KERNELS(JAX_EP_IS_BYTE_WISE)
 template <class Args, class Run>
 auto with_kernel(const Args& args, Run run) {
   return std::visit(
-      [&](const auto& chosen) {
-        if constexpr (kIsByteWise<std::decay_t<decltype(chosen)>>)
-          return run(NoFormat{}, chosen);
+      [&](const auto& kernel_args) {
+        if constexpr (kIsByteWise<std::decay_t<decltype(kernel_args)>>)
+          return run(NoFormat{}, kernel_args);
         else
-          return with_format(chosen.dtype, [&](auto format) { return run(format, chosen); });
+          return with_format(kernel_args.dtype, [&](auto format) { return run(format, kernel_args); });
       },
       kernel_of(args));
 }

@@ -35,11 +35,11 @@ struct Message {
   const Coop& coop;
   const int hidden, first;  // values of the row, and the first value of the message
   const int most;           // values of every message of a row but the last
-  const bool staged;  // in shared memory, which has room for a whole message; what lies past the end is never sent
+  const bool in_shared;     // memory, which has room for a whole message: what lies past the end is never sent
 
   JAX_EP_FN int values() const { return smaller(most, hidden - first); }
   JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop.lane) * kBlockValues; }
-  JAX_EP_FN bool has(int pack) const { return staged || at(pack) < values(); }
+  JAX_EP_FN bool has(int pack) const { return in_shared || at(pack) < values(); }
   // Calls visit(pack) for all packs. If the message is short, the second half is skipped as a whole, because a test for
   // each pack would cost more.
   template <class Visit>

@@ -45,7 +45,7 @@ struct EncodeApart {
     const int scale_blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
     const auto fill_values = [&](char* to) { encoded.store_values(to); };
     const auto fill_scales = [&](char* to) { encoded.store_scales(to); };
-    if (message.staged && words) return gather(message, encoded, sinks, release);
+    if (message.in_shared && words) return gather(message, encoded, sinks, release);
     writer.put(sinks.values, message.first, message.values(), fill_values);
     writer.put_directly(sinks.scales, first * 4, scale_blocks * 4, fill_scales);
     release();

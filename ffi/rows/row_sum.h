@@ -42,11 +42,11 @@ class RowSum {
   // As sum(), but sink_of() may wait while rows come. It returns one sink, or several with `cached` as in their lineup.
   template <class Terms, class SinkOf>
   JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true) {
-    const bool staged = cached && stream_.in_bulk() && terms.cached();
-    if (staged) stream_.ask_for(terms.held(), cut(width));
+    const bool bulk = cached && stream_.in_bulk() && terms.cached();
+    if (bulk) stream_.ask_for(terms.held(), cut(width));
     finish();
     const auto& sinks = sink_of();
-    if (staged)
+    if (bulk)
       stream_.begin(terms.held(), sinks.held(), cut(width));
     else
       sum_directly(terms, sinks, width);
@@ -73,12 +73,12 @@ class RowSum {
                                                            : kUsed;
   // A stage has room for all that this code reads. Values past the end of a row are added, too, but never sent.
   template <int kUsed>
-  static JAX_EP_FN int staged(int values) {
+  static JAX_EP_FN int stage_values(int values) {
     if constexpr (kFewer<kUsed> < kUsed)
-      if (values <= kSumValues<T, kFewer<kUsed>>) return staged<kFewer<kUsed>>(values);
+      if (values <= kSumValues<T, kFewer<kUsed>>) return stage_values<kFewer<kUsed>>(values);
     return kSumValues<T, kUsed>;
   }
-  JAX_EP_FN int stage_bytes() const { return staged<kPacks>(batch_) * static_cast<int>(sizeof(T)); }
+  JAX_EP_FN int stage_bytes() const { return stage_values<kPacks>(batch_) * static_cast<int>(sizeof(T)); }
   JAX_EP_FN Cut cut(int width) const {
     return {width * static_cast<int>(sizeof(T)), batch_ * static_cast<int>(sizeof(T))};
   }
@@ -86,11 +86,11 @@ class RowSum {
   struct SumStaged {
     RowSum* sum;
     JAX_EP_FN void operator()(const Held<const T>& terms, const Held<char>& sinks, int row_bytes) const {
-      sum->sum_staged(terms, sinks, row_bytes / static_cast<int>(sizeof(T)));
+      sum->sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)));
     }
   };
 
-  JAX_EP_FN void sum_staged(const Held<const T>& terms, const Held<char>& sinks, int width) {
+  JAX_EP_FN void sum_in_bulk(const Held<const T>& terms, const Held<char>& sinks, int width) {
     for (int first = 0; first < width; first += batch_)
       sum_batch<kPacks>(terms, sinks, first, smaller(batch_, width - first));
   }

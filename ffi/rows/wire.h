@@ -24,10 +24,10 @@ class MessageStream {
   JAX_EP_FN void begin(const char* row, const Sinks& sinks) {
     const auto rows = line_up<const char>(coop_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
     const Cut cut{Work::row_bytes(hidden_), work_.batch_bytes()};
-    const bool staged = row && stream_.in_bulk() && sinks.cached();
-    if (staged) stream_.ask_for(rows.held(), cut);
+    const bool bulk = row && stream_.in_bulk() && sinks.cached();
+    if (bulk) stream_.ask_for(rows.held(), cut);
     finish();
-    if (staged) return stream_.begin(rows.held(), sinks.held(), cut);
+    if (bulk) return stream_.begin(rows.held(), sinks.held(), cut);
     if (!row) return;
     const int most = work_.message_values();
     for (int first = 0; first < hidden_; first += most)

@@ -15,7 +15,7 @@ namespace {
 
 // How near an error is to the cause of a failure. An error that names the silent rank says more than one of a rank that
 // gave up. The error of a closed group is never replaced.
-int weight_of(const GroupError& error) {
+int nearness(const GroupError& error) {
   if (error.kind == ErrorKind::peer_lost) return 1;
   if (error.kind == ErrorKind::peer_timeout) return 2;
   return error.kind == ErrorKind::group_closed ? 0 : 3;
@@ -58,7 +58,7 @@ void Group::fail(GroupError error) {
   {
     std::lock_guard lock(mutex_);
     const bool closed = failure_ && failure_->kind == ErrorKind::group_closed;
-    if (!failure_ || (!closed && weight_of(error) > weight_of(*failure_))) failure_ = std::move(error);
+    if (!failure_ || (!closed && nearness(error) > nearness(*failure_))) failure_ = std::move(error);
   }
   failed_.notify_all();
 }

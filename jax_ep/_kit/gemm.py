@@ -9,7 +9,7 @@ import numpy as np
 from jax_ep._kit import ffi
 
 CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
-CORE_MULTIPLE = ffi.LINE_MULTIPLE
+CORE_MULTIPLE = ffi.TMA_MULTIPLE
 
 
 @functools.cache

@@ -14,11 +14,11 @@ void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
   for (int rank = 0; rank < group.size(); ++rank) {
     const SignalPad& signal_pad = *group.signal_pad({0, rank});
     const auto args = args_of(ranks[rank]);
-    int slot = 0;
+    int buffer = 0;
     OpSpec<std::decay_t<decltype(args)>>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
-      if (spec.posted) expect(signal_pad.mail[signal_pad.epoch & 1][rank].buffers[slot++] == args.*member, spec.name);
+      if (spec.posted) expect(signal_pad.mail[signal_pad.epoch & 1][rank].buffers[buffer++] == args.*member, spec.name);
     });
-    expect(slot > 0 && slot <= kMailBuffers, "an op posts no more than its mail holds");
+    expect(buffer > 0 && buffer <= kMailBuffers, "an op posts no more than its mail holds");
   }
 }
 

@@ -20,9 +20,9 @@ JAX_EP_FN void warpgroup_reg_alloc() {
 // True on one lane of a warp, always on that one. By this and `uniform` the compiler knows that coordinates need no
 // register each.
 JAX_EP_FN bool elect_lane() {
-  uint32_t chosen;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(chosen));
-  return chosen;
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected;
 }
 JAX_EP_FN int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 

@@ -126,12 +126,12 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
     if (x.gathered_rows < 1) return wrong("gathered_rows", "at least 1", x.gathered_rows);
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
-    return at_most("gathered_rows", x.gathered_rows, columns / gemm::kLineMultiple);
+    return at_most("gathered_rows", x.gathered_rows, columns / gemm::kTmaMultiple);
   }
 
   static std::optional<std::string> validate_16_bits(const Args& x) {
     const bool grouped_k = by_contraction(x), stores = x.epilogue == Epilogue::store;
-    if (auto error = multiples(gemm::kLineMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
+    if (auto error = multiples(gemm::kTmaMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
       return error;
     if (grouped_k && !stores) return wrong("epilogue", "store of groups of the contraction", name_in(x.epilogue));
     const bool may_widen = stores && !grouped_k, widens = may_widen && x.out == Element::float32;

@@ -336,8 +336,8 @@ template <class T>
 Float8Dispatch<T> dispatch_of(const Float8DispatchArgs&);
 
 template <class T = NoFormat, class Args, class Dispatch = decltype(dispatch_of<T>(Args{}))>
-JAX_EP_FN void run_kernel(const Comm& comm, const Args& chosen, const Coop& coop) {
-  const DispatchArgs& args = chosen;
+JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop& coop) {
+  const DispatchArgs& args = kernel_args;
   Op op(comm, coop, kind_of(args));
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);

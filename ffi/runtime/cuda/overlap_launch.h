@@ -65,8 +65,8 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const gemm::Element in = gemm::element_of(args.operand_dtype), out = gemm::element_of(args.dtype);
   const gemm::Variants<OverlappedKernel<Args>> kernels = kOverlappedKernels<Args>;
-  const auto* const chosen = gemm::find(kernels, {in, out, false, !args.transpose_rhs, config.block_n});
-  if (!chosen) return gemm::kNotCompiled;
+  const auto* const variant = gemm::find(kernels, {in, out, false, !args.transpose_rhs, config.block_n});
+  if (!variant) return gemm::kNotCompiled;
   CUtensorMap lhs, rhs, out_map;
   const int rhs_outer = args.transpose_rhs ? args.n : args.k, rhs_inner = args.transpose_rhs ? args.k : args.n;
   if (const auto error =
@@ -89,7 +89,7 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
   const int first = kSends ? 0 : config.blocks() - config.communicating;
   const Work<Args> work{comm, args, config.communicating, first, config.block_n};
-  const auto error = gemm::describe_error(gemm::start(*chosen, config.blocks(), stream, lhs, rhs, out_map, own,
+  const auto error = gemm::describe_error(gemm::start(*variant, config.blocks(), stream, lhs, rhs, out_map, own,
                                                       static_cast<void*>(product.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }

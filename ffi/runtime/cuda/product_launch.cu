@@ -73,10 +73,10 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   x.epilogue,
                   x.activation,
                   x.gathered};
-  const Variant<ProductKernel>* chosen = nullptr;
+  const Variant<ProductKernel>* variant = nullptr;
   for (const auto& kernels : all_kernels())
-    if (!chosen) chosen = find(kernels, form);
-  if (!chosen) return config.describe() + ": " + kNotCompiled;
+    if (!variant) variant = find(kernels, form);
+  if (!variant) return config.describe() + ": " + kNotCompiled;
   Product product = oriented(x);
   if (x.columns != x.n) product.second_product = x.first_product;  // which has both
   Maps maps;
@@ -85,7 +85,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   x.groups,   x.group_sizes, config.band};
   problem.split_k = config.split_k;
   cudaError_t error = config.swap_ab ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
-  if (error == cudaSuccess) error = start(*chosen, config.blocks, stream, maps, problem, product);
+  if (error == cudaSuccess) error = start(*variant, config.blocks, stream, maps, problem, product);
   const auto said = describe_error(error);
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
 }

@@ -31,8 +31,8 @@ JAX_EP_VALUE_KERNELS(JAX_EP_ELSEWHERE)
 
 template <class Args>
 gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  return with_kernel(args, [&](auto format, const auto& chosen) {
-    return Kernel<decltype(format), std::decay_t<decltype(chosen)>>::start(config, stream, comm, chosen);
+  return with_kernel(args, [&](auto format, const auto& kernel_args) {
+    return Kernel<decltype(format), std::decay_t<decltype(kernel_args)>>::start(config, stream, comm, kernel_args);
   });
 }
 #define JAX_EP_START(Args) template gpu::Error start_kernel(const LaunchConfig&, gpu::Stream, const Comm&, const Args&);

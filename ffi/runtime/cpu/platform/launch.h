@@ -38,8 +38,9 @@ template <class Args>
 void run_here(Group& group, RankSlot rank_slot, int32_t site, const Args& args) {
   const Reached<Args> reached = reach(group, rank_slot, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  with_kernel(reached.args,
-              [&](auto format, const auto& chosen) { run_kernel<decltype(format)>(reached.comm, chosen, Coop{}); });
+  with_kernel(reached.args, [&](auto format, const auto& kernel_args) {
+    run_kernel<decltype(format)>(reached.comm, kernel_args, Coop{});
+  });
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);
 }
 
