@@ -229,7 +229,7 @@ void time_case(const Case& c, const Group& group, Configs configs) {
 
 // A small shape, a few us an op. Operands take turns: what a rank keeps by mistake from the op before is wrong.
 void stress_op(OpKind op, const Group& group, int communicating, int iterations) {
-  constexpr int kMostDelayNs = 10'000;
+  constexpr int kMaxDelayNs = 10'000;
   const int count = group.size();
   const Case c{op, {64 * count, 192, 264}, false, DType::bfloat16};
   const OverlapConfig config = c.config(count, 128, communicating);
@@ -245,12 +245,12 @@ void stress_op(OpKind op, const Group& group, int communicating, int iterations)
       CHECK(cudaMemcpy(expected[r].back(), ranks[r].result, words * 4, cudaMemcpyDeviceToDevice));
     }
   }
-  const int64_t wrong = stress(sets[0], expected, words, iterations, kMostDelayNs,
+  const int64_t wrong = stress(sets[0], expected, words, iterations, kMaxDelayNs,
                                [&](int r, int set) { launch(c, group, sets[set], r, config); });
   const auto lost = const_cast<Group&>(group).take_error();
   failed |= wrong || lost;
   std::printf("%-5s %d iterations of %s, ranks late by up to %d us each time: %lld wrong values %s\n",
-              wrong || lost ? "WRONG" : "ok", iterations, name_of(op), kMostDelayNs / 1000,
+              wrong || lost ? "WRONG" : "ok", iterations, name_of(op), kMaxDelayNs / 1000,
               static_cast<long long>(wrong), lost ? lost->message.c_str() : "");
 }
 

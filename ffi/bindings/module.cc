@@ -185,7 +185,7 @@ class Handle {
   void start_recording() {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group) return;
-    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->most_ctas());
+    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->max_ctas());
     recorder_->start();
   }
   std::vector<PyRecording> stop_recording() {

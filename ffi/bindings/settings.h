@@ -54,8 +54,8 @@ class SettingsReader {
   SettingsReader(const Settings& settings, Args* args) : settings_(settings), args_(*args) {}
 
   void operator()(const char* name, const char*, int Args::* member) {
-    constexpr int kMost = std::numeric_limits<int>::max();
-    if (const auto size = size_of(name, kMost)) args_.*member = static_cast<int>(*size);
+    constexpr int kMax = std::numeric_limits<int>::max();
+    if (const auto size = size_of(name, kMax)) args_.*member = static_cast<int>(*size);
   }
   void operator()(const char* name, const char*, int64_t Args::* member) {
     if (const auto size = size_of(name, std::numeric_limits<int64_t>::max())) args_.*member = *size;

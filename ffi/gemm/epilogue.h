@@ -153,7 +153,7 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
 // With swapped operands, results leave in chunks of 64 rows by one line of columns, through two buffers of each
 // warpgroup.
 constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
-constexpr int kRowSlices = kMostRows / kSlice;
+constexpr int kRowSlices = kMaxRows / kSlice;
 template <class Memory>
 JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
   return shared.out[warpgroup * kWarpgroup][0];

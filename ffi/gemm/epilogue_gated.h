@@ -22,7 +22,7 @@ struct StoreGated {
   // All consumers of a CTA call together. Each warp waits until TMA has read the previous chunk before all threads
   // meet, so the other buffer is free after the meeting.
   template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMostRows / 2], Memory& shared,
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMaxRows / 2], Memory& shared,
                        int& chunks, int warp, int lane) const {
     const bool keeps = product.keeps_products;
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
@@ -55,18 +55,18 @@ struct StoreGated {
 
   // A warpgroup has 64 columns of both products.
   template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[2][kMostGathered / 2],
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[2][kMaxGathered / 2],
                        Memory& shared, int& chunks, int warp, int lane) const {
     const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
     if (product.keeps_products) {
-      store_columns<T, kMostGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
-                                      d[0], shared, chunks, warp, lane);
-      store_columns<T, kMostGathered>(maps.second_product, product.second_product, product.columns, up + col,
-                                      up + problem.n, tile, d[1], shared, chunks, warp, lane);
+      store_columns<T, kMaxGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
+                                     d[0], shared, chunks, warp, lane);
+      store_columns<T, kMaxGathered>(maps.second_product, product.second_product, product.columns, up + col,
+                                     up + problem.n, tile, d[1], shared, chunks, warp, lane);
     }
-    float units[kMostGathered / 2];
+    float units[kMaxGathered / 2];
 #pragma unroll
-    for (int i = 0; i < kMostGathered / 2; i += 8) {
+    for (int i = 0; i < kMaxGathered / 2; i += 8) {
       const auto packed = [&](const float* x) {
         return make_uint4(pack(x[0], x[1], T{}), pack(x[2], x[3], T{}), pack(x[4], x[5], T{}), pack(x[6], x[7], T{}));
       };
@@ -78,8 +78,8 @@ struct StoreGated {
         units[i + 2 * j] = float(pair.x), units[i + 2 * j + 1] = float(pair.y);
       }
     }
-    store_columns<T, kMostGathered>(maps.result, product.result, problem.n, col, problem.n, tile, units, shared, chunks,
-                                    warp, lane);
+    store_columns<T, kMaxGathered>(maps.result, product.result, problem.n, col, problem.n, tile, units, shared, chunks,
+                                   warp, lane);
   }
 
  private:

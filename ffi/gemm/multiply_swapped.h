@@ -13,15 +13,15 @@
 namespace jax_ep::gemm {
 
 // d = the sums of a warpgroup's columns, 64 in each part, and `rows` rows, a multiple of kRowStep, at least kRows and
-// at most kMost. Returns the stage that wgmma may still read, or -1.
-template <class In, int kRows, int kMost, bool kMn, int kParts>
-JAX_EP_FN int multiply_rows(float (&d)[kParts][kMost / 2], SwappedMemory& shared, int rows, int k_end,
+// at most kMax. Returns the stage that wgmma may still read, or -1.
+template <class In, int kRows, int kMax, bool kMn, int kParts>
+JAX_EP_FN int multiply_rows(float (&d)[kParts][kMax / 2], SwappedMemory& shared, int rows, int k_end,
                             PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
-  if constexpr (kRows > kMost) {
+  if constexpr (kRows > kMax) {
     return -1;
   } else {
     if (rows > kRows)
-      return multiply_rows<In, kRows + kRowStep, kMost, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
+      return multiply_rows<In, kRows + kRowStep, kMax, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
     return multiply_stages<In, kRows, kParts, kMn, false, kParts * kConsumerWarps / kWarpgroup>(
         d, shared, 0, k_end, at, warpgroup * kParts, lane);
   }
@@ -35,10 +35,10 @@ struct SwappedMainloop {
   using Tile = RowTile;
   template <class Aux>
   using Memory = SwappedMemory;
-  static constexpr int kMost = kMostRows / kParts;
-  using Accumulators = float[kParts][kMost / 2];
+  static constexpr int kMax = kMaxRows / kParts;
+  using Accumulators = float[kParts][kMax / 2];
   static constexpr bool kPingPong = false, kGathers = false, kSplitsRows = kParts > 1;
-  static constexpr int kAccumulators = kMostRows / 2, kProducers = 1;
+  static constexpr int kAccumulators = kMaxRows / 2, kProducers = 1;
 
   JAX_EP_FN static void open(SwappedMemory& shared) {
     if (threadIdx.x == 0) open_queue(shared.queue, kConsumerWarps + 1);
@@ -73,8 +73,8 @@ struct SwappedMainloop {
     }
 #pragma unroll
     for (auto& part : d) leave_undefined(part);
-    const int running = multiply_rows<In, kRowStep, kMost, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
-                                                                                 warp / kWarpgroup, lane);
+    const int running = multiply_rows<In, kRowStep, kMax, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
+                                                                                warp / kWarpgroup, lane);
     wait_multiplies<0>();
 #pragma unroll
     for (auto& part : d) settle(part);

@@ -32,19 +32,19 @@ int cost_of(const Shape& shape, int sms, int block_n) {
 // The same with swapped operands. Half a step of rows is lost per group. There are no waves, because the cluster that
 // is done first takes the next tile.
 int swapped_tiles(const Shape& shape, int columns) {
-  return (ceil_div(shape.m, kMostRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
+  return (ceil_div(shape.m, kMaxRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
 int swapped_cost(const Shape& shape, int sms) {
   const int rows = shape.m + shape.groups * kRowStep / 2, columns = ceil_div(shape.n, kTileColumns);
   const int lost = columns_lost(shape, /*stores_alone=*/true);
   const int64_t all = int64_t{rows} * columns + int64_t{swapped_tiles(shape, kTileColumns)} * lost;
-  return larger(static_cast<int>(all / sms), smaller(shape.m, kMostRows) + lost);
+  return larger(static_cast<int>(all / sms), smaller(shape.m, kMaxRows) + lost);
 }
 
 // Tiles of `tile_columns` columns and no more rows than they need.
 Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
-  return {kMostRows, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
+  return {kMaxRows, kRates.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
 }
 
 // Tiles of fixed height and this width.

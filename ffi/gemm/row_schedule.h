@@ -8,10 +8,10 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kRowStep = 16;                  // rows by which tiles differ
-constexpr int kMostRows = 256;                // of a tile: more sums would not fit into the registers
-constexpr int kMostGathered = kMostRows / 2;  // where CTAs of a cluster split the rows
-constexpr int kTileColumns = 128;             // of one matrix of weights; a gated product has 64 of each
+constexpr int kRowStep = 16;                // rows by which tiles differ
+constexpr int kMaxRows = 256;               // of a tile: more sums would not fit into the registers
+constexpr int kMaxGathered = kMaxRows / 2;  // where CTAs of a cluster split the rows
+constexpr int kTileColumns = 128;           // of one matrix of weights; a gated product has 64 of each
 
 // What a CTA computes in one step: out[row.., col..]. The rows before `row_end` belong to the group.
 struct RowTile {
@@ -53,7 +53,7 @@ class RowTiles {
     const int left = problem_.m - row_;
     row_end_ += group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
     steps_ = ceil_div(row_end_ - row_, kRowStep);
-    tiles_ = ceil_div(steps_, kMostRows / kRowStep);
+    tiles_ = ceil_div(steps_, kMaxRows / kRowStep);
   }
 
   // Goes down the tiles of a band, then to the next columns. If tiles cannot be equal, the first have one step more.

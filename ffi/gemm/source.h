@@ -180,7 +180,7 @@ template <class WeightsOf>
 struct SwappedSource {
   using Weights = WeightsOf;
   static constexpr int kTerms = Weights::kTerms, kColumns = Weights::kColumns;
-  static constexpr int kRows = Weights::kWide ? kMostGathered : kMostRows;
+  static constexpr int kRows = Weights::kWide ? kMaxGathered : kMaxRows;
   struct Opened {
     int weights, rows;  // slices with anything in them
   };

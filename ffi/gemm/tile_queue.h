@@ -73,7 +73,7 @@ class TakenTiles {
 };
 
 // The shared memory of a CTA.
-struct SwappedMemory : Shared<kMostRows> {
+struct SwappedMemory : Shared<kMaxRows> {
   TileQueue queue;
 };
 

@@ -94,7 +94,7 @@ class FewRows {
   JAX_EP_FN explicit FewRows(const Rows& rows) {
     auto walk = rows.walk();
     Term<Row> next = walk.next();
-    for (; next.row && count_ < kMost; next = walk.next()) rows_[count_++] = next;
+    for (; next.row && count_ < kMax; next = walk.next()) rows_[count_++] = next;
     all_ = !next.row;
   }
 
@@ -105,8 +105,8 @@ class FewRows {
   JAX_EP_FN const Term<Row>* end() const { return rows_ + count_; }
 
  private:
-  static constexpr int kMost = 64;
-  Term<Row> rows_[kMost];
+  static constexpr int kMax = 64;
+  Term<Row> rows_[kMax];
   int count_ = 0;
   bool all_;
 };

@@ -24,11 +24,11 @@ JAX_EP_CONSTANT_FN int scale_row_bytes(int hidden) { return hidden / kScaleBlock
 
 // A message, for encoder and decoder. A coop works on one message; each lane has up to kPacks packs of it. A block of
 // values is in kBlockLanes neighbouring lanes.
-template <class T, int kMost = kWireValues>
+template <class T, int kMax = kWireValues>
 struct Message {
   static constexpr int kBlockLanes = Coop::lanes == 1 ? 1 : 8;
   static constexpr int kBlockValues = kScaleBlock / kBlockLanes;
-  static constexpr int kPacks = kMost / (Coop::lanes * kBlockValues);
+  static constexpr int kPacks = kMax / (Coop::lanes * kBlockValues);
   using Values = Pack<T, kBlockValues>;
   using Encoded = Pack<Float8E4M3, kBlockValues>;
 

@@ -9,7 +9,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr std::size_t kMostDescriptors = 253;  // that a message can carry (SCM_MAX_FD)
+constexpr std::size_t kMaxDescriptors = 253;  // that a message can carry (SCM_MAX_FD)
 
 // The headers of a message with room for `Descriptors` descriptors.
 template <std::size_t Descriptors>
@@ -77,7 +77,7 @@ Sent send_note(int socket, const Note& note, int descriptor) {
 
 Received receive_note(int socket) {
   Received received{Received::What::nothing, {}, {}, ""};
-  Envelope<kMostDescriptors> envelope(&received.note);
+  Envelope<kMaxDescriptors> envelope(&received.note);
   ssize_t bytes;
   // A peer that closes before it has read everything leaves ECONNRESET once, before what it wrote.
   do bytes = recvmsg(socket, &envelope.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);

@@ -8,13 +8,13 @@
 namespace jax_ep {
 
 PeerOffsets::PeerOffsets(int device, int64_t owner)
-    : device_(device), memory_(allocate_on_device(device, kMostRegions * kMaxRanks * sizeof(int64_t), owner)) {}
+    : device_(device), memory_(allocate_on_device(device, kMaxRegions * kMaxRanks * sizeof(int64_t), owner)) {}
 
 const int64_t* PeerOffsets::row(uint64_t region, const std::vector<int64_t>& peer_offsets) {
   const std::lock_guard lock(mutex_);
   if (const auto found = rows_.find(region); found != rows_.end()) return found->second;
-  if (rows_.size() == kMostRegions)
-    throw std::runtime_error("jax_ep: a group over several processes uses at most " + std::to_string(kMostRegions) +
+  if (rows_.size() == kMaxRegions)
+    throw std::runtime_error("jax_ep: a group over several processes uses at most " + std::to_string(kMaxRegions) +
                              " regions of memory");
   auto* const row = static_cast<int64_t*>(memory_.get()) + rows_.size() * kMaxRanks;
   copy_array(device_, row, peer_offsets.data(), peer_offsets.size());

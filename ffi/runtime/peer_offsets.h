@@ -20,7 +20,7 @@ class PeerOffsets {
   const int64_t* row(uint64_t region, const std::vector<int64_t>& peer_offsets);
 
  private:
-  static constexpr std::size_t kMostRegions = 256;
+  static constexpr std::size_t kMaxRegions = 256;
 
   const int device_;
   const std::shared_ptr<void> memory_;

@@ -12,7 +12,7 @@ namespace jax_ep {
 namespace {
 
 constexpr auto kFarewell = std::chrono::seconds(1);  // for a peer that does not read
-constexpr std::size_t kMostWaiting = 64;             // answers; with more, a peer's next request is not read
+constexpr std::size_t kMaxWaiting = 64;              // answers; with more, a peer's next request is not read
 
 const std::string kBroke = "broke the protocol: ";
 
@@ -198,7 +198,7 @@ void Sharing::listen_until(Clock::time_point moment) {
     for (std::size_t process = 0; process < peers_.size(); ++process) {
       const Peer& peer = peers_[process];
       if (!peer.other || !peer.gone.empty()) continue;
-      const int events = (peer.outbox.waiting() < kMostWaiting ? POLLIN : 0) | (peer.outbox.waiting() ? POLLOUT : 0);
+      const int events = (peer.outbox.waiting() < kMaxWaiting ? POLLIN : 0) | (peer.outbox.waiting() ? POLLOUT : 0);
       watched.push_back({peer.outbox.socket(), static_cast<short>(events), 0});
       processes.push_back(static_cast<int>(process));
     }

@@ -99,7 +99,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int 
       require(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
       const bool may_be_empty = split && rank == 1;
       require(tile.rows % kRowStep == 0 && (tile.rows > 0 || may_be_empty), "a tile has a height for wgmma");
-      require(tile.rows <= (split ? kMostGathered : kMostRows), "a tile is not too high");
+      require(tile.rows <= (split ? kMaxGathered : kMaxRows), "a tile is not too high");
       require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
       for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
         for (int col = tile.col; col < std::min(tile.col + columns, problem.n); ++col)

@@ -34,7 +34,7 @@ inline void late_senders(int tokens, int late) {
     run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
   });
   check_counts(ranks);
-  std::vector<std::vector<float>> returned(kRanks, std::vector<float>(kMostTokens * kTopK, -1)), scattered(kRanks);
+  std::vector<std::vector<float>> returned(kRanks, std::vector<float>(kMaxTokens * kTopK, -1)), scattered(kRanks);
   on_all_ranks_late(group, late, [&](const Comm& comm, int rank, const Coop& coop) {
     CombineArgs args = ranks[rank].combine_args();
     args.scalars = args.weights, args.returned = returned[rank].data();

@@ -14,8 +14,8 @@ namespace jax_ep {
 
 constexpr int kTopK = 3, kHidden = 128, kExperts = 8;
 constexpr int kLocal = kExperts / kRanks, kAlignment = 4;
-constexpr int kMostTokens = 530;  // more than one chunk, and routing for every coop
-constexpr int kCapacity = (kRanks * kMostTokens * kTopK / kAlignment + kLocal) * kAlignment;
+constexpr int kMaxTokens = 530;  // more than one chunk, and routing for every coop
+constexpr int kCapacity = (kRanks * kMaxTokens * kTopK / kAlignment + kLocal) * kAlignment;
 
 // How tokens travel. In `slots` they are not expanded, nor in `float8_slots`.
 enum class Way { straight, float8, few, few_float8, slots, float8_slots };
@@ -25,20 +25,20 @@ constexpr bool is_float8(Way way) { return way == Way::float8 || way == Way::few
 // One rank's buffers for a dispatch and the combine after it.
 struct Rank {
   int count;  // of tokens
-  std::vector<float> tokens = std::vector<float>(kMostTokens * kHidden);
-  std::vector<float> weights = std::vector<float>(kMostTokens * kTopK);
-  std::vector<int32_t> ids = std::vector<int32_t>(kMostTokens * kTopK);
+  std::vector<float> tokens = std::vector<float>(kMaxTokens * kHidden);
+  std::vector<float> weights = std::vector<float>(kMaxTokens * kTopK);
+  std::vector<int32_t> ids = std::vector<int32_t>(kMaxTokens * kTopK);
   std::vector<float> rows = std::vector<float>(kCapacity * kHidden);
   std::vector<int32_t> indices = std::vector<int32_t>(kCapacity);
-  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMostTokens * kTopK);
-  std::vector<int32_t> row_of = std::vector<int32_t>(kRanks * kMostTokens * kTopK);
-  std::vector<float> row_weights = std::vector<float>(kRanks * kMostTokens * kTopK);
+  std::vector<int32_t> sizes = std::vector<int32_t>(kLocal), targets = std::vector<int32_t>(kMaxTokens * kTopK);
+  std::vector<int32_t> row_of = std::vector<int32_t>(kRanks * kMaxTokens * kTopK);
+  std::vector<float> row_weights = std::vector<float>(kRanks * kMaxTokens * kTopK);
   std::vector<int32_t> counts = std::vector<int32_t>(kRanks * kLocal);
   int32_t dropped = 0, invalid = 0;
   std::vector<int32_t> scratch = std::vector<int32_t>(route_scratch_ints(kExperts, kRanks, /*drop=*/true));
-  std::vector<char> wire = std::vector<char>(kRanks * kMostTokens * kHidden * sizeof(float));
-  std::vector<float> combined = std::vector<float>(kMostTokens * kHidden);
-  std::vector<float> landing = std::vector<float>(kRanks * kMostTokens * kHidden);
+  std::vector<char> wire = std::vector<char>(kRanks * kMaxTokens * kHidden * sizeof(float));
+  std::vector<float> combined = std::vector<float>(kMaxTokens * kHidden);
+  std::vector<float> landing = std::vector<float>(kRanks * kMaxTokens * kHidden);
 
   DispatchArgs dispatch_args(Way way) {
     DispatchArgs a{};
@@ -82,7 +82,7 @@ inline void fill(std::vector<Rank>& ranks, std::mt19937& random) {
   for (Rank& rank : ranks) {
     for (float& x : rank.tokens) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
     for (float& x : rank.weights) x = static_cast<int>(random() % 1000) / 1000.0f;
-    for (int i = 0; i < kMostTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
+    for (int i = 0; i < kMaxTokens * kTopK; ++i)  // -1 skips, kExperts is invalid
       rank.ids[i] = i < rank.count * kTopK ? static_cast<int>(random() % (kExperts + 2)) - 1 : -1;
   }
 }
@@ -154,7 +154,7 @@ inline void row_out_of_bounds(Group& group, int tokens, int index) {
 }
 inline void rows_out_of_bounds(int times) {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/true);
-  for (int i = 0; i < times; ++i) row_out_of_bounds(*group, kMostTokens, i * 7 % (kMostTokens * kTopK));
+  for (int i = 0; i < times; ++i) row_out_of_bounds(*group, kMaxTokens, i * 7 % (kMaxTokens * kTopK));
 }
 
 // A rank that never comes: the others give up within the timeout, and fill their results. Whether all name it.
@@ -262,7 +262,7 @@ inline void different_ops(bool other_op) {
   std::vector<Rank> ranks(kRanks, Rank{40});
   std::mt19937 random(3);
   fill(ranks, random);
-  if (!other_op) ranks[2].count = kMostTokens;
+  if (!other_op) ranks[2].count = kMaxTokens;
   const auto signed_by = [](Comm comm, const auto& args) {
     comm.signature = signature_of(args);
     comm.tag = tag_of(comm.signature);

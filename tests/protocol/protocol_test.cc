@@ -26,14 +26,14 @@ void round_trips(int tokens, int times) {
   check_recordings(recorder.stop(), 2 * times);
 }
 
-TEST_CASE("dispatch: combine of its rows gives each token times its weights") { round_trips(kMostTokens, 12); }
+TEST_CASE("dispatch: combine of its rows gives each token times its weights") { round_trips(kMaxTokens, 12); }
 TEST_CASE("dispatch: the same where one coop routes") { round_trips(40, 60); }
 TEST_CASE("dispatch: dropped rows are shared out fairly where one coop routes") {
   drops(40, {Way::straight, Way::float8, Way::few, Way::few_float8});
 }
-TEST_CASE("dispatch: dropped rows are shared out fairly") { drops(kMostTokens, {Way::straight, Way::float8}); }
+TEST_CASE("dispatch: dropped rows are shared out fairly") { drops(kMaxTokens, {Way::straight, Way::float8}); }
 TEST_CASE("dispatch: coops that begin when all others have ended") {
-  for (const int tokens : {0, 1, 2, 40, kMostTokens})
+  for (const int tokens : {0, 1, 2, 40, kMaxTokens})
     for (int late = 1; late < kCoops; ++late) late_senders(tokens, late);  // the first begins first
 }
 TEST_CASE("dispatch: the last coop to begin stays") { last_to_begin_stays(); }
@@ -48,7 +48,7 @@ TEST_CASE("errors: ranks at different ops are named") {
 }
 TEST_CASE("errors: peers that gave up between two ops") { given_up_between_ops(); }
 TEST_CASE("errors: a failed group ends its later ops at once") { one_grace_for_all_ops(); }
-TEST_CASE("lost rank: dispatch ends in time and names it") { lost_rank(kMostTokens, Way::straight); }
+TEST_CASE("lost rank: dispatch ends in time and names it") { lost_rank(kMaxTokens, Way::straight); }
 TEST_CASE("lost rank: some coops wait for it and others for them") {
   for (int i = 0; i < 12; ++i) lost_rank(40, static_cast<Way>(i % kWays));
 }

@@ -98,7 +98,7 @@ class MatmulReduce {
         sums_(op.coop, in_words(args.partial, args.result, int64_t{args.n} * sizeof(T))) {
     const int64_t values = int64_t{args.m} * args.n / op.comm.size, batch = kSumValues<T, kPacks>;
     const int64_t batches = values / (batch * op.coop.count * kTicketsPerCoop);
-    part_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMostBatches ? batches : kMostBatches));
+    part_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMaxBatches ? batches : kMaxBatches));
   }
 
   // Takes parts of row blocks in order, until none are left, and sums each once all ranks have announced its row block.
@@ -135,7 +135,7 @@ class MatmulReduce {
   // Batches are small, so that a coop has batches of many ranks in flight. Tuned with overlap_bench.
   static constexpr int kPacks = kLanePacks < 4 ? kLanePacks : 4;
   static constexpr int kTicketsPerCoop = 8;
-  static constexpr int kMostBatches = Coop::lanes == 1 ? 512 : 8;
+  static constexpr int kMaxBatches = Coop::lanes == 1 ? 512 : 8;
 
   JAX_EP_FN int parts_per_row_block() const {
     return static_cast<int>((int64_t{rows_.most()} * args_.n + part_values_ - 1) / part_values_);

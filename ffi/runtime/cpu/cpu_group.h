@@ -41,7 +41,7 @@ class CpuGroup final : public Group {
   void arrive(const void* site, int64_t run, const Arriving& what, RankSlot rank_slot, Task task, Completion done);
 
   // The most CTAs that an op has.
-  int most_ctas() const { return 1; }
+  int max_ctas() const { return 1; }
   // A rank's part of an op is one thread.
   void limit_sms(int) {}
 

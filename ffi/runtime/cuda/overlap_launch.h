@@ -12,8 +12,8 @@ namespace jax_ep {
 template <class Args>
 using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<Args>, void*, gemm::Problem,
                                   Work<Args>);
-static_assert(parameter_bytes<gemm::Problem, Work<GatherMatmulArgs>>() <= kMostParameterBytes &&
-              parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMostParameterBytes);
+static_assert(parameter_bytes<gemm::Problem, Work<GatherMatmulArgs>>() <= kMaxParameterBytes &&
+              parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMaxParameterBytes);
 
 // A gradient has the dtype of its operands.
 template <class Args, class In, class Out, int kBlockN, bool kMnB>

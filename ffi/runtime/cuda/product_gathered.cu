@@ -8,14 +8,14 @@ namespace {
 
 template <class In, class Out, bool kMn>
 constexpr Variant<ProductKernel> kRows{
-    {kElement<In>, kElement<Out>, false, kMn, kMostRows, /*swap_ab=*/true, Epilogue::store, Activation::none,
+    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, Epilogue::store, Activation::none,
      Gathered::lhs},
     &product_kernel<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 template <class T, Activation kActivation>
 constexpr Variant<ProductKernel> kGated{
-    {kElement<T>, kElement<T>, false, true, kMostRows, /*swap_ab=*/true, Epilogue::gated, kActivation, Gathered::lhs},
+    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Epilogue::gated, kActivation, Gathered::lhs},
     &product_kernel<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 

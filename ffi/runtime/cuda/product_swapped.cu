@@ -7,7 +7,7 @@ namespace {
 
 template <class In, class Out, bool kMn, Epilogue kEpilogue = Epilogue::store>
 constexpr Variant<ProductKernel> kKernel{
-    {kElement<In>, kElement<Out>, false, kMn, kMostRows, /*swap_ab=*/true, kEpilogue},
+    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, kEpilogue},
     &product_kernel<
         SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kEpilogue == Epilogue::summed ? 2 : 1>>>,
         StoreSwapped<Out>>,

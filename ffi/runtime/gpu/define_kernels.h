@@ -27,7 +27,7 @@ struct Kernel {
 template <class Format, class Args>
 gpu::Error Kernel<Format, Args>::start(const LaunchConfig& config, gpu::Stream stream, const Comm& comm,
                                        const Args& args) {
-  static_assert(parameter_bytes<Comm, Args, int, int>() <= kMostParameterBytes);
+  static_assert(parameter_bytes<Comm, Args, int, int>() <= kMaxParameterBytes);
   const int shared = config.threads / Coop::lanes * config.warp_bytes;
   kernel<Format, Args>
       <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.senders_per_cta, config.warp_bytes);

@@ -6,7 +6,7 @@
 
 namespace jax_ep {
 
-constexpr std::size_t kMostParameterBytes = 1024;
+constexpr std::size_t kMaxParameterBytes = 1024;
 
 // The bytes of a kernel's parameters, with their alignment.
 template <class... Parameters>

@@ -31,7 +31,7 @@ struct KnownRegions {
 };
 
 // A pool has few regions, so all are kept. An allocator with a region per buffer would fill this list.
-constexpr std::size_t kMostFound = 32;
+constexpr std::size_t kMaxFound = 32;
 
 KnownRegions& known() {
   static auto* const known = new KnownRegions;
@@ -128,7 +128,7 @@ std::optional<Region> find_region(int ordinal, const void* data, std::size_t byt
     gpu::ignore(gpu::release_memory(allocation));
   } else {
     int descriptor = -1;
-    if (known().found.size() >= kMostFound || gpu::address_range(&base, &size, address) != gpu::kSuccess ||
+    if (known().found.size() >= kMaxFound || gpu::address_range(&base, &size, address) != gpu::kSuccess ||
         export_descriptor(&descriptor, allocation) != gpu::kSuccess) {
       gpu::ignore(gpu::release_memory(allocation));
       return not_shareable();

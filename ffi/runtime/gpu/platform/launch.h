@@ -32,7 +32,7 @@ class PlatformGroup final : public Group {
   void close() override;
 
   // The most CTAs that an op has.
-  int most_ctas() const { return model_.row_sms; }
+  int max_ctas() const { return model_.row_sms; }
 
   // The model of all GPUs of the group, within max_sms.
   const HardwareModel& model() const { return model_; }
