@@ -69,16 +69,16 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   float4* const brought = reinterpret_cast<float4*>(shared.out[warp]) + lane;
   if (lane == 0) {
     ptx::wait_stores_read<0>();
-    arrive_with_data(&shared.vacant[warp], peer);
+    arrive_with_data(&shared.swap_empty[warp], peer);
   }
-  wait_for_data(&shared.vacant[warp], parity);
+  wait_for_data(&shared.swap_empty[warp], parity);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     const auto at = [&](int j) { return cta_rank == 0 ? d[kCount + i + j] : d[i + j]; };
     store_at_peer(brought + i / 4 * 32, peer, make_float4(at(0), at(1), at(2), at(3)));
   }
-  arrive_with_data(&shared.brought[warp], peer);
-  wait_for_data(&shared.brought[warp], parity);
+  arrive_with_data(&shared.swap_full[warp], peer);
+  wait_for_data(&shared.swap_full[warp], parity);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     const float4 other = brought[i / 4 * 32];

@@ -70,8 +70,8 @@ struct Shared {
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
   alignas(1024) char out[kConsumerWarps][kOutBuffers<kBlockN>][kOutBytes];
   uint64_t full[kStages], empty[kStages];
-  uint64_t turn[2];                                          // of the warpgroups, to multiply
-  uint64_t vacant[kConsumerWarps], brought[kConsumerWarps];  // for swap_halves: the peer's `out`, and this CTA's
+  uint64_t turn[2];                                                // of the warpgroups, to multiply
+  uint64_t swap_empty[kConsumerWarps], swap_full[kConsumerWarps];  // the peer's `out`, and this CTA's
   Aux aux;
 };
 

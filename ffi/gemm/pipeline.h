@@ -37,8 +37,8 @@ JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
     }
     for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
     for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      ptx::init_barrier(&shared.vacant[warp], 1);
-      ptx::init_barrier(&shared.brought[warp], 32);
+      ptx::init_barrier(&shared.swap_empty[warp], 1);
+      ptx::init_barrier(&shared.swap_full[warp], 32);
     }
     ptx::publish_barriers();
   }

@@ -10,15 +10,15 @@ namespace jax_ep::gemm {
 // Tile pairs that a cluster has taken and that not all of its warps have begun.
 struct TileQueue {
   static constexpr int kAhead = 2;
-  uint64_t taken[kAhead], begun[kAhead];
+  uint64_t full[kAhead], empty[kAhead];
   uint32_t pair[kAhead];
 };
 
 // One thread calls, before any other uses the queue. `warps`: how many warps of each CTA work on tiles.
 JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
   for (int i = 0; i < TileQueue::kAhead; ++i) {
-    ptx::init_barrier(&queue.taken[i], 1);
-    ptx::init_barrier(&queue.begun[i], warps * kCluster);
+    ptx::init_barrier(&queue.full[i], 1);
+    ptx::init_barrier(&queue.empty[i], warps * kCluster);
   }
 }
 
@@ -31,11 +31,11 @@ class TileTaker {
   // Waits until all warps have begun the pair before the last, then takes the next pair. False after the last pair.
   JAX_EP_FN bool take() {
     if (!more_) return false;
-    wait_barrier(&queue_.begun[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
+    wait_barrier(&queue_.empty[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
     const int pair = uniform(lane_ == 0 ? atomicAdd(counter_, 1) : 0);
     RowTile tile;
     more_ = tiles_.find(pair, 0, &tile);
-    if (lane_ < kCluster) send_word(&queue_.pair[at_.stage], lane_, pair, &queue_.taken[at_.stage]);
+    if (lane_ < kCluster) send_word(&queue_.pair[at_.stage], lane_, pair, &queue_.full[at_.stage]);
     at_.advance();
     return more_;
   }
@@ -57,10 +57,10 @@ class TakenTiles {
 
   // False after the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
-    wait_for_data(&queue_.taken[at_.stage], at_.parity);
+    wait_for_data(&queue_.full[at_.stage], at_.parity);
     const int pair = queue_.pair[at_.stage];
     __syncwarp();
-    if (lane_ == 0) arrive_at_peer(&queue_.begun[at_.stage], 0);
+    if (lane_ == 0) arrive_at_peer(&queue_.empty[at_.stage], 0);
     at_.advance();
     return tiles_.find(pair, cta_rank_, tile);
   }
