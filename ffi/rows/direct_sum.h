@@ -4,9 +4,9 @@
 
 #include "comm/copy.h"
 #include "comm/integers.h"
-#include "rows/lineup.h"
 #include "rows/numeric.h"
 #include "rows/pack.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -86,7 +86,7 @@ class DirectSum {
 
 // A coop of one lane takes a few values at a time over all rows, so that they stay in registers.
 
-// The rows of a lineup, looked up once.
+// Terms, looked up once.
 template <class Row>
 class FewRows {
  public:
@@ -98,7 +98,7 @@ class FewRows {
     all_ = !next.row;
   }
 
-  // Whether these are all rows of the lineup.
+  // Whether these are all terms.
   JAX_EP_FN bool all() const { return all_; }
   JAX_EP_FN int count() const { return count_; }
   JAX_EP_FN const Term<Row>* begin() const { return rows_; }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "rows/float8_message.h"
-#include "rows/lineup.h"
 #include "rows/movers.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -17,7 +17,7 @@ struct Apart {
   Scales scales;
 
   JAX_EP_FN bool cached() const { return values.cached() && scales.cached(); }
-  JAX_EP_FN Apart<Held<char>, Held<char>> held() const { return {values.held(), scales.held()}; }
+  JAX_EP_FN Apart<LaneTerms<char>, LaneTerms<char>> in_lanes() const { return {values.in_lanes(), scales.in_lanes()}; }
 };
 
 template <class Values, class Scales>
@@ -28,7 +28,7 @@ JAX_EP_FN Apart<Values, Scales> apart(const Values& values, const Scales& scales
 // From rows to rows of float8 and rows of scales.
 template <class T>
 struct EncodeApart {
-  using Sinks = Apart<Held<char>, Held<char>>;
+  using Sinks = Apart<LaneTerms<char>, LaneTerms<char>>;
   using Unit = Message<T, kApartValues>;
   JAX_EP_FN int message_values() const { return most; }
   JAX_EP_FN int batch_bytes() const { return most * static_cast<int>(sizeof(T)); }

@@ -14,7 +14,7 @@
 //   take(): where the oldest batch is now; release(): the caller has read all batches that it took.
 //
 // RowWriter: from registers to memory.
-//   put(sinks, offset, bytes, fill): a batch of `bytes` at `offset` from every sink of a lineup. Every lane writes
+//   put(sinks, offset, bytes, fill): a batch of `bytes` at `offset` from each of `sinks`. Every lane writes
 //     its part by fill(to). put_directly(...) does the same for batches that are not made of 16-byte words.
 //   put() by hand, if rows come in bulk: stage(true) is where the next batch is made, stage(false) is the same place
 //     again; then seal(), send(sinks, offset, bytes, from) for each part of the batch, and commit().

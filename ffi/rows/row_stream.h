@@ -2,8 +2,8 @@
 #pragma once
 
 #include "comm/integers.h"
-#include "rows/lineup.h"
 #include "rows/movers.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -25,11 +25,11 @@ class RowStream {
 
   // A job begins in three steps: ask_for() requests its rows, finish() ends the job before, begin() starts the job.
   // Between ask_for() and begin() the caller may wait for something, while the rows are under way.
-  JAX_EP_FN void ask_for(const Held<const Row>& rows, Cut cut) {
+  JAX_EP_FN void ask_for(const LaneTerms<const Row>& rows, Cut cut) {
     then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();
   }
-  JAX_EP_FN void begin(const Held<const Row>& rows, const Sinks& sinks, Cut cut) {
+  JAX_EP_FN void begin(const LaneTerms<const Row>& rows, const Sinks& sinks, Cut cut) {
     rows_ = rows;
     sinks_ = sinks;
     begun_bytes_ = cut.row_bytes;
@@ -100,7 +100,7 @@ class RowStream {
   RowReader reader_;
   int free_, taken_ = 0;
   Asked now_, then_;
-  Held<const Row> rows_;
+  LaneTerms<const Row> rows_;
   Sinks sinks_;
   int begun_bytes_ = 0;  // of a row of the job that was begun
 };

@@ -3,10 +3,10 @@
 
 #include "comm/copy.h"
 #include "rows/direct_sum.h"
-#include "rows/lineup.h"
 #include "rows/movers.h"
 #include "rows/pack.h"
 #include "rows/row_stream.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -43,11 +43,11 @@ class RowSum {
   template <class Terms, class SinkOf>
   JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true) {
     const bool bulk = cached && stream_.in_bulk() && terms.cached();
-    if (bulk) stream_.ask_for(terms.held(), cut(width));
+    if (bulk) stream_.ask_for(terms.in_lanes(), cut(width));
     finish();
     const auto& sinks = sink_of();
     if (bulk)
-      stream_.begin(terms.held(), sinks.held(), cut(width));
+      stream_.begin(terms.in_lanes(), sinks.in_lanes(), cut(width));
     else
       sum_directly(terms, sinks, width);
   }
@@ -85,18 +85,18 @@ class RowSum {
 
   struct SumStaged {
     RowSum* sum;
-    JAX_EP_FN void operator()(const Held<const T>& terms, const Held<char>& sinks, int row_bytes) const {
+    JAX_EP_FN void operator()(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int row_bytes) const {
       sum->sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)));
     }
   };
 
-  JAX_EP_FN void sum_in_bulk(const Held<const T>& terms, const Held<char>& sinks, int width) {
+  JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
     for (int first = 0; first < width; first += batch_)
       sum_batch<kPacks>(terms, sinks, first, smaller(batch_, width - first));
   }
 
   template <int kUsed>
-  JAX_EP_FN void sum_batch(const Held<const T>& terms, const Held<char>& sinks, int first, int values) {
+  JAX_EP_FN void sum_batch(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int first, int values) {
     if constexpr (kFewer<kUsed> < kUsed)
       if (values <= kSumValues<T, kFewer<kUsed>>) return sum_batch<kFewer<kUsed>>(terms, sinks, first, values);
     float total[kUsed][kPackValues<T>] = {};
@@ -192,7 +192,7 @@ class RowSum {
   const Coop& coop_;
   const bool words_;
   const int batch_;  // values
-  RowStream<T, Held<char>> stream_;
+  RowStream<T, LaneTerms<char>> stream_;
   RowWriter writer_;
 };
 

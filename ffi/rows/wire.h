@@ -22,12 +22,12 @@ class MessageStream {
   // Begins a row, if it is not null, and completes the one before.
   template <class Sinks>
   JAX_EP_FN void begin(const char* row, const Sinks& sinks) {
-    const auto rows = line_up<const char>(coop_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
+    const auto rows = terms_of<const char>(coop_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
     const Cut cut{Work::row_bytes(hidden_), work_.batch_bytes()};
     const bool bulk = row && stream_.in_bulk() && sinks.cached();
-    if (bulk) stream_.ask_for(rows.held(), cut);
+    if (bulk) stream_.ask_for(rows.in_lanes(), cut);
     finish();
-    if (bulk) return stream_.begin(rows.held(), sinks.held(), cut);
+    if (bulk) return stream_.begin(rows.in_lanes(), sinks.in_lanes(), cut);
     if (!row) return;
     const int most = work_.message_values();
     for (int first = 0; first < hidden_; first += most)
@@ -41,7 +41,7 @@ class MessageStream {
  private:
   struct All {
     MessageStream* self;
-    JAX_EP_FN void operator()(const Held<const char>&, const typename Work::Sinks& sinks, int) const {
+    JAX_EP_FN void operator()(const LaneTerms<const char>&, const typename Work::Sinks& sinks, int) const {
       const int most = self->work_.message_values();
       for (int first = 0; first < self->hidden_; first += most)
         self->work_(self->stream_.take(), typename Work::Unit{self->coop_, self->hidden_, first, most, true}, sinks,
@@ -61,7 +61,7 @@ constexpr int kWireStageBytes = kWireValues * sizeof(T);
 // From rows to messages, in landing slots of wire_bytes each.
 template <class T>
 struct Encode {
-  using Sinks = Held<char>;
+  using Sinks = LaneTerms<char>;
   using Unit = Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return kWireStageBytes<T>; }
@@ -83,7 +83,7 @@ struct Encode {
 // From messages to rows.
 template <class T>
 struct Decode {
-  using Sinks = Held<char>;
+  using Sinks = LaneTerms<char>;
   using Unit = Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return wire_message_bytes(kWireValues); }

@@ -146,10 +146,10 @@ class MatmulReduce {
     const int64_t end = int64_t{rows.end} * args_.n,
                   begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
     if (begin >= end) return;
-    const auto terms = line_up<const T>(op_.coop, op_.comm.size, [&](int rank) {
+    const auto terms = terms_of<const T>(op_.coop, op_.comm.size, [&](int rank) {
       return Term<const T>{reinterpret_cast<const T*>(partials_.peer(rank)) + begin, 1.0f};
     });
-    const auto sinks = line_up<char>(op_.coop, args_.reduce_scatter ? 1 : op_.comm.size, [&](int i) {
+    const auto sinks = terms_of<char>(op_.coop, args_.reduce_scatter ? 1 : op_.comm.size, [&](int i) {
       char* result = args_.reduce_scatter ? args_.result : results_.peer(i);
       return Term<char>{result + (begin - int64_t{rows_.kept.begin} * args_.n) * sizeof(T), 1.0f};
     });

@@ -183,14 +183,14 @@ class Combine {
   }
 
   JAX_EP_FN auto sink(T* row) const {
-    return line_up<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
+    return terms_of<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
   // Begins to sum this rank's rows of a token of `home` into the landing at `home`. Returns whether there are rows.
   // Calls was_stolen() once peers may be written to; a stolen item is not put.
   template <class WasStolen>
   JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasStolen was_stolen) {
-    const auto terms = line_up<const T>(op_.coop, args_.top_k, [&](int k) {
+    const auto terms = terms_of<const T>(op_.coop, args_.top_k, [&](int k) {
       const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
       return own_term(known ? mine : assigned(home, token, k), columns.begin);
     });
@@ -252,7 +252,7 @@ class Combine {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
     const uint64_t sources = sources_of(token, known.target);
     const T* landing = reinterpret_cast<const T*>(args_.landing);
-    const auto terms = line_up<const T>(op_.coop, count, [&](int i) -> Term<const T> {
+    const auto terms = terms_of<const T>(op_.coop, count, [&](int i) -> Term<const T> {
       const bool mine = i == op_.coop.lane || op_.coop.lane >= count;
       if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
       const int rank = i < me ? i : i - args_.top_k + 1;

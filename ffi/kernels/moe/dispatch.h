@@ -216,7 +216,7 @@ class EncodedDispatch {
     MessageStream<T, Encode<T>> encoder(op_.coop, args_.hidden, stream_, {writer_});
     const auto begin = [&](int token, auto packed) {
       const auto slots =
-          line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
+          terms_of<char>(op_.coop, args_.top_k, [&](int k) { return term(landing_.at_owner(token, k, packed(k))); });
       encoder.begin(token_at<T>(args_, token), slots);
     };
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
@@ -231,7 +231,7 @@ class EncodedDispatch {
       int tokens_here = 0;
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const int32_t* table = rows_from(args_, source) + int64_t{token} * args_.top_k;
-        const auto rows = line_up<char>(op_.coop, args_.top_k, [&](int k) {
+        const auto rows = terms_of<char>(op_.coop, args_.top_k, [&](int k) {
           bool wanted = table[k] >= 0;
           for (int j = 0; !args_.expand && wanted && j < k; ++j) wanted = table[j] < 0;
           const int64_t row = args_.expand ? table[k] : landing_.slot(source, token);
@@ -254,7 +254,7 @@ class EncodedDispatch {
   Op& op_;
   const DispatchArgs& args_;
   const Landing landing_;
-  RowStream<char, Held<char>> stream_;
+  RowStream<char, LaneTerms<char>> stream_;
   RowWriter writer_;
 };
 
@@ -283,8 +283,8 @@ class Float8Dispatch {
         found = k;
         return spot;
       };
-      const auto values = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
-      const auto scales = line_up<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });
+      const auto values = terms_of<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
+      const auto scales = terms_of<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });
       encoder.begin(token_at<T>(args_, token), apart(values, scales));
     };
     push_items(op_, tokens, args_.num_tokens, args_.top_k, landing_, encoder, writer_, begin);
@@ -323,7 +323,7 @@ class Float8Dispatch {
   const DispatchArgs& args_;
   const Landing landing_;
   const int message_values_, put_values_;
-  RowStream<char, Apart<Held<char>, Held<char>>> stream_;
+  RowStream<char, Apart<LaneTerms<char>, LaneTerms<char>>> stream_;
   RowWriter writer_;
 };
 

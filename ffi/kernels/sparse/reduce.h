@@ -239,21 +239,21 @@ class SparseReduce {
     if (!is_shared(row)) return sum(row);
     char* there = landing_.claim(row.owner, row.place);
     if (!there) return;  // the owner fetches the part
-    sums_.sum(line_up<const T>(op_.coop, 1, [&](int) { return own_term(row.place); }),
-              line_up<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
+    sums_.sum(terms_of<const T>(op_.coop, 1, [&](int) { return own_term(row.place); }),
+              terms_of<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
   }
 
   JAX_EP_FN void sum(const Row& row) {
     const Coop& coop = op_.coop;
     const int ranks = op_.comm.size;
     const int64_t offset = int64_t{row.place - places_of(row.home).begin} * row_bytes_;
-    const auto sinks = line_up<char>(coop, args_.sharded ? 1 : ranks, [&](int i) {
+    const auto sinks = terms_of<char>(coop, args_.sharded ? 1 : ranks, [&](int i) {
       const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
       return Term<char>{results_.peer(rank) + offset, 1.0f};
     });
     const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
     if (kFloats || !row.held.crowded)
-      sums_.sum(line_up<const T>(coop, ranks, [&](int rank) { return term_of(rank, row, scale); }), sinks,
+      sums_.sum(terms_of<const T>(coop, ranks, [&](int rank) { return term_of(rank, row, scale); }), sinks,
                 args_.hidden);
     else
       DirectSum<float, T>(coop, words_)

@@ -256,7 +256,7 @@ class RunSums {
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
     float* sum = args_.partials + int64_t{lists_.member(position)} * args_.hidden + columns.begin;
     const auto target =
-        line_up<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
+        terms_of<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
     int mine = 0;  // each lane loads one member ahead
     const auto row_of = [&](int i) {
       if (i % Coop::lanes == 0 && i + op_.coop.lane < count)

@@ -216,7 +216,7 @@ class BulkWriter {
   template <class Sinks>
   JAX_EP_FN void send(const Sinks& sinks, int64_t offset, int bytes, const char* from) const {
     if (sinks.cached()) {
-      if (char* mine = sinks.held().mine()) ptx::store(mine + offset, from, bytes);
+      if (char* mine = sinks.in_lanes().mine()) ptx::store(mine + offset, from, bytes);
     } else {
       auto walk = sinks.walk();
       for (char* sink = walk.next().row; sink; sink = walk.next().row)

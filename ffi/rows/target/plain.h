@@ -2,7 +2,7 @@
 #pragma once
 
 #include "comm/copy.h"
-#include "rows/lineup.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 

@@ -17,15 +17,15 @@ struct Term {
 
 // Terms in the lanes of a coop, at most one in each, in the order of lanes.
 template <class Row>
-class Held {
+class LaneTerms {
  public:
   using Lanes = std::conditional_t<(Coop::lanes > 32), uint64_t, uint32_t>;  // a bit each
 
-  JAX_EP_FN Held(const Coop& coop, Term<Row> mine, Lanes holders) : coop_(&coop), mine_(mine), holders_(holders) {}
-  JAX_EP_FN Held() : coop_(nullptr), mine_{nullptr, 0}, holders_(0) {}
+  JAX_EP_FN LaneTerms(const Coop& coop, Term<Row> mine, Lanes holders) : coop_(&coop), mine_(mine), holders_(holders) {}
+  JAX_EP_FN LaneTerms() : coop_(nullptr), mine_{nullptr, 0}, holders_(0) {}
 
   JAX_EP_FN bool cached() const { return true; }
-  JAX_EP_FN const Held& held() const { return *this; }
+  JAX_EP_FN const LaneTerms& in_lanes() const { return *this; }
   JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN Lanes holders() const { return holders_; }
   // mine(): this lane's row, or null. before(): how many rows the lanes before it have.
@@ -36,16 +36,16 @@ class Held {
   // Walks through the terms; all lanes see the same ones, and null past the last.
   class Walk {
    public:
-    JAX_EP_FN explicit Walk(const Held& held) : held_(&held), left_(held.holders_) {}
+    JAX_EP_FN explicit Walk(const LaneTerms& terms) : terms_(&terms), left_(terms.holders_) {}
     JAX_EP_FN Term<Row> next() {
       if (!left_) return {nullptr, 0};
       const int lane = lowest_bit(left_);
       left_ &= left_ - 1;
-      return {held_->coop_->from_lane(held_->mine_.row, lane), held_->weight_in(lane)};
+      return {terms_->coop_->from_lane(terms_->mine_.row, lane), terms_->weight_in(lane)};
     }
 
    private:
-    const Held* held_;
+    const LaneTerms* terms_;
     Lanes left_;
   };
 
@@ -59,36 +59,36 @@ class Held {
 
 // The terms among term_of(0) .. term_of(count - 1) that have a row.
 template <class Row, class TermOf>
-class Lineup {
+class Terms {
  public:
-  JAX_EP_FN Lineup(const Coop& coop, int count, TermOf term_of) : coop_(coop), term_of_(term_of), count_(count) {
+  JAX_EP_FN Terms(const Coop& coop, int count, TermOf term_of) : coop_(coop), term_of_(term_of), count_(count) {
     if (!cached()) return;
     Term<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(coop.lane < count ? coop.lane : count - 1);  // all lanes ask together
     if (coop.lane >= count) mine.row = nullptr;
-    held_ = {coop, mine, static_cast<typename Held<Row>::Lanes>(coop.ballot(mine.row))};
+    held_ = {coop, mine, static_cast<typename LaneTerms<Row>::Lanes>(coop.ballot(mine.row))};
   }
 
   // Whether the lanes hold the terms.
   JAX_EP_FN bool cached() const { return Coop::lanes > 1 && count_ <= Coop::lanes; }
-  JAX_EP_FN const Held<Row>& held() const { return held_; }
+  JAX_EP_FN const LaneTerms<Row>& in_lanes() const { return held_; }
 
   JAX_EP_FN bool empty() const { return !walk().next().row; }
 
   class Walk {
    public:
-    JAX_EP_FN explicit Walk(const Lineup& lineup) : lineup_(&lineup), held_(lineup.held_.walk()) {}
+    JAX_EP_FN explicit Walk(const Terms& terms) : terms_(&terms), held_(terms.held_.walk()) {}
 
     JAX_EP_FN Term<Row> next() {
-      if (lineup_->cached()) return held_.next();
-      while (index_ < lineup_->count_)
-        if (const Term<Row> term = lineup_->term_of_(index_++); term.row) return term;
+      if (terms_->cached()) return held_.next();
+      while (index_ < terms_->count_)
+        if (const Term<Row> term = terms_->term_of_(index_++); term.row) return term;
       return {nullptr, 0};
     }
 
    private:
-    const Lineup* lineup_;
-    typename Held<Row>::Walk held_;
+    const Terms* terms_;
+    typename LaneTerms<Row>::Walk held_;
     int index_ = 0;
   };
 
@@ -98,12 +98,12 @@ class Lineup {
   const Coop& coop_;
   const TermOf term_of_;
   const int count_;
-  Held<Row> held_;
+  LaneTerms<Row> held_;
 };
 
 template <class Row, class TermOf>
-JAX_EP_FN Lineup<Row, TermOf> line_up(const Coop& coop, int count, TermOf term_of) {
-  return Lineup<Row, TermOf>(coop, count, term_of);
+JAX_EP_FN Terms<Row, TermOf> terms_of(const Coop& coop, int count, TermOf term_of) {
+  return Terms<Row, TermOf>(coop, count, term_of);
 }
 
 }  // namespace jax_ep
