@@ -80,14 +80,14 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   if constexpr (Coop::lanes == 1) {
     joined = join(words, ctas);
   } else {
-    auto* const told = reinterpret_cast<int*>(coop.shared - coop.member.index * coop.shared_bytes);
+    auto* const part = reinterpret_cast<int*>(coop.shared - coop.member.index * coop.shared_bytes);
     if (coop.member.index == 0 && coop.lane == 0) {
       joined = join(words, ctas);
-      told[0] = joined.index;
-      told[1] = joined.count;
+      part[0] = joined.index;
+      part[1] = joined.count;
     }
     coop.cta_sync();
-    joined = {told[0], told[1]};
+    joined = {part[0], part[1]};
     coop.cta_sync();  // before the memory is used otherwise
   }
   return joined;

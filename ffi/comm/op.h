@@ -6,7 +6,7 @@
 
 #include "comm/ctas.h"
 #include "comm/integers.h"
-#include "comm/notes_to_host.h"
+#include "comm/reports.h"
 #include "comm/result.h"
 #include "comm/signal_pad.h"
 #include "comm/timeline.h"
@@ -295,7 +295,7 @@ class Op {
     const uint64_t now = clock_ns();
     const bool failed = load_acquire(&signal_pad->abort) != 0;
     if (failed) {
-      if (!has_told_failure(comm.report)) fail(Status::aborted, comm.rank, 0, 0);  // no coop of this rank has
+      if (!has_reported_failure(comm.report)) fail(Status::aborted, comm.rank, 0, 0);  // no coop of this rank has
       give_up();
     }
     const bool refused = refused_in == epoch;

@@ -145,15 +145,15 @@ class Group {
   // Errors (group_errors.cc).
   void take_failures();
   // The last report of a rank of this process, as a copy; none while it is being written.
-  struct Told {
+  struct RankReport {
     int line;
     Report report;
   };
-  std::optional<Told> told_by(int index) const;
-  std::vector<Told> told(bool fatal, const std::vector<uint64_t>& taken) const;
+  std::optional<RankReport> report_of(int index) const;
+  std::vector<RankReport> reports(bool fatal, const std::vector<uint64_t>& taken) const;
   // The error of an op later than the epochs `taken`, which are by line.
   std::optional<GroupError> take_recoverable(std::vector<uint64_t>* taken);
-  GroupError describe(const Told& told) const;
+  GroupError describe(const RankReport& reported) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
   int differing_rank(int line, const Report& report) const;
@@ -176,7 +176,7 @@ class Group {
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
-  std::mutex told_mutex_;  // guards the members below
+  std::mutex reports_mutex_;  // guards the members below
   // By line: the epochs of the errors that take_error() and error_before() have returned. An error of one op is one
   // error of all its ranks.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;

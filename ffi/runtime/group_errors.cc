@@ -79,10 +79,10 @@ std::optional<GroupError> Group::await_failure(double seconds) {
 
 // Fails the group if its kernels reported a failure: by the report that is nearest to the cause.
 void Group::take_failures() {
-  for (const Told& each : told(/*fatal=*/true, std::vector<uint64_t>(line_count()))) fail(describe(each));
+  for (const RankReport& each : reports(/*fatal=*/true, std::vector<uint64_t>(line_count()))) fail(describe(each));
 }
 
-std::optional<Group::Told> Group::told_by(int index) const {
+std::optional<Group::RankReport> Group::report_of(int index) const {
   const Report* const from = comms_[index].report;
   if (!from) return std::nullopt;  // of another process
   constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
@@ -90,30 +90,30 @@ std::optional<Group::Told> Group::told_by(int index) const {
   uint64_t words[kWords];
   for (int i = 0; i < kWords; ++i) words[i] = __atomic_load_n(&there[i], __ATOMIC_ACQUIRE);
   if (words[0] == 0 || __atomic_load_n(&there[0], __ATOMIC_ACQUIRE) != words[0]) return std::nullopt;
-  Told found{index / size(), {}};
+  RankReport found{index / size(), {}};
   std::memcpy(&found.report, words, sizeof(words));
   return found;
 }
 
 // The reports of this process' kernels, of ops later than `taken`, which is by line.
-std::vector<Group::Told> Group::told(bool fatal, const std::vector<uint64_t>& taken) const {
-  std::vector<Told> found;
+std::vector<Group::RankReport> Group::reports(bool fatal, const std::vector<uint64_t>& taken) const {
+  std::vector<RankReport> found;
   for (std::size_t i = 0; i < comms_.size(); ++i) {
     const Report* const from = comms_[i].report;
     if (!from || __atomic_load_n(&from->epoch, __ATOMIC_ACQUIRE) <= taken[i / size()]) continue;
     if (is_fatal(__atomic_load_n(&from->failure, __ATOMIC_RELAXED)) != fatal) continue;
-    if (const auto each = told_by(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
+    if (const auto each = report_of(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
       found.push_back(*each);
   }
   return found;
 }
 
-// The caller holds told_mutex_.
+// The caller holds reports_mutex_.
 std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) {
   std::optional<GroupError> recoverable;
   bool hearsay = false;  // whether the error only says that another rank has one
   std::vector<uint64_t> latest = *taken;
-  for (const Told& each : told(/*fatal=*/false, *taken)) {
+  for (const RankReport& each : reports(/*fatal=*/false, *taken)) {
     const auto& [line, report] = each;
     latest[line] = std::max(latest[line], report.epoch);
     if (recoverable && !hearsay) continue;
@@ -127,7 +127,7 @@ std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) 
 std::optional<GroupError> Group::take_error() {
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
-  std::lock_guard lock(told_mutex_);
+  std::lock_guard lock(reports_mutex_);
   std::optional<GroupError> recoverable = take_recoverable(&epochs_taken_);
   for (int line = 0; line < line_count(); ++line)  // error_before() does not return it again
     epochs_raised_[line] = std::max(epochs_raised_[line], epochs_taken_[line]);
@@ -138,7 +138,7 @@ std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
   if (std::optional<GroupError> failed = failure()) return failed;
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
-  std::lock_guard lock(told_mutex_);
+  std::lock_guard lock(reports_mutex_);
   const uint64_t call = ++calls_asked_[index_of(rank_slot)];
   if (call > calls_decided_) {
     calls_decided_ = call;
@@ -156,7 +156,7 @@ std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
 }
 
 std::optional<GroupError> Group::reported(RankSlot rank_slot) {
-  const std::optional<Told> mine = told_by(index_of(rank_slot));
+  const std::optional<RankReport> mine = report_of(index_of(rank_slot));
   if (!mine || mine->report.epoch != signal_pad(rank_slot)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
@@ -249,8 +249,8 @@ GroupError Group::mismatch(int line, const Report& report, int other) const {
               ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
 }
 
-GroupError Group::describe(const Told& told) const {
-  const auto& [line, report] = told;
+GroupError Group::describe(const RankReport& reported) const {
+  const auto& [line, report] = reported;
   char text[256];
   const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
   const long long expected = report.expected, seen = report.seen;

@@ -1,5 +1,5 @@
-// An op's notes to the host: its report of a failure, and its entry in the flight recorder. Functions for failures are
-// not inlined.
+// What an op reports to the host: a failure, and its entry in the flight recorder. Functions for failures are not
+// inlined.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ JAX_EP_COLD_FN void record(SignalPad* signal_pad, Report* to, Report what) {
 }
 
 // Whether the latest report of a rank says that the group has failed.
-JAX_EP_COLD_FN bool has_told_failure(const Report* report) {
+JAX_EP_COLD_FN bool has_reported_failure(const Report* report) {
   return load_acquire(&report->epoch) != 0 && report->failure >= kFirstFatal;
 }
 
