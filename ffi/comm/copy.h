@@ -74,7 +74,7 @@ JAX_EP_FN void copy_to_each(const Coop& coop, int fanout, To to, const char* fro
 }
 
 // Copies a row, by one lane. `bytes` is a multiple of 4.
-JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
+JAX_EP_FN void copy_by_lane(char* to, const char* from, int bytes) {
   if (in_words(to, from, bytes)) {
     copy_words(reinterpret_cast<Word16*>(to), reinterpret_cast<const Word16*>(from), bytes / 16, 0, 1);
   } else {
@@ -84,10 +84,10 @@ JAX_EP_FN void copy_alone(char* to, const char* from, int bytes) {
 
 // Copies the rows of the lanes in `holders`, a bit for each lane. A row is short, and a multiple of 4 bytes. The coop
 // copies several rows at once, and waits for memory once. All lanes call.
-JAX_EP_FN void copy_short(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
+JAX_EP_FN void copy_short_rows(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
   if (Coop::lanes == 1 || bytes > Coop::lanes * kWordBytes || coop.ballot(!in_words(to, from, bytes))) {
-    if (holders >> coop.lane & 1) copy_alone(to, from, bytes);
+    if (holders >> coop.lane & 1) copy_by_lane(to, from, bytes);
     return;
   }
   while (holders) {

@@ -49,7 +49,7 @@ struct Timeline {
 };
 
 // In host memory. The host counts `asked` up, and the device answers with its time.
-struct ClockFace {
+struct ClockRequest {
   uint64_t asked, answered, ns;
   uint64_t cancelled;
 };

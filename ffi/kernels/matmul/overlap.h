@@ -45,7 +45,7 @@ using OwnMap = std::conditional_t<std::is_same_v<Args, GatherMatmulArgs>, CUtens
 
 // The roles that all such kernels have: one aux warp of every CTA, and the other two aux warps of CTAs that
 // communicate.
-JAX_EP_FN Role attendants() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
+JAX_EP_FN Role first_aux_warps() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
 constexpr int kOtherAuxWarps = gemm::kAuxWarps - 1;
 JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
@@ -141,17 +141,17 @@ struct GatherHooks {
   JAX_EP_FN void after_tile(const gemm::Tile&, int) const {}
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   // At the end one warp finishes the op for all multiplying warps of its CTA.
-  enum { kWaiters, kSpreaders, kMultipliers };
+  enum { kWaiters, kPushers, kMultipliers };
   JAX_EP_FN Roles<3> roles() const {
-    return {attendants(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
+    return {first_aux_warps(), other_aux_warps(work.first_communicating, work.communicating), one_warp_a_cta(0)};
   }
   JAX_EP_FN void run_aux(Part cta) const {
     const auto [number, role] = roles().mine();
     if (number < 0) return;
-    const Coop coop = role.coop(/*is_tracked=*/number == kSpreaders);
+    const Coop coop = role.coop(/*is_tracked=*/number == kPushers);
     Op op(work.comm, coop, kind_of(work.args));
     if (number == kWaiters)
-      look_out(op, cta);
+      await_rows(op, cta);
     else
       push(op);
     finish(op);
@@ -170,7 +170,7 @@ struct GatherHooks {
   // Debug: every tile waits, as a tile may be stored only after the result is poisoned, and a peer's flag implies that.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
-  JAX_EP_FN void look_out(Op& op, Part cta) const {
+  JAX_EP_FN void await_rows(Op& op, Part cta) const {
     gemm::Schedule schedule(problem, work.block_n, cta);
     for (gemm::Tile tile; schedule.next(&tile);) {
       if (!must_wait(tile)) continue;
@@ -241,7 +241,7 @@ struct ReduceHooks {
   JAX_EP_FN void after_last(const gemm::Tile&, int, int) const {}
   JAX_EP_FN void run_aux(Part cta) const {
     enum { kAnnouncers, kReducers };
-    const Roles<2> roles{attendants(), other_aux_warps(work.first_communicating, work.communicating)};
+    const Roles<2> roles{first_aux_warps(), other_aux_warps(work.first_communicating, work.communicating)};
     const auto [number, role] = roles.mine();
     if (number < 0) return;
     const Coop coop = role.coop(/*is_tracked=*/number == kReducers, aux.memory[0], kReducerBytes);

@@ -73,7 +73,7 @@ struct ExchangeHooks {
   }
   JAX_EP_FN void run_aux(Part) const {
     enum { kAnnouncers, kAdders };
-    const Roles<2> roles{attendants(), other_aux_warps(0, ctas)};
+    const Roles<2> roles{first_aux_warps(), other_aux_warps(0, ctas)};
     const auto [number, role] = roles.mine();
     if (number < 0) return;
     const Coop coop = role.coop();

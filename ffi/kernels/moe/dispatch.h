@@ -14,8 +14,8 @@
 
 namespace jax_ep {
 
-// Where a token in float8 lands.
-struct Spot {
+// Where a token in float8 lands: its values, and their scales.
+struct Float8Address {
   char *values, *scales;
 };
 
@@ -48,7 +48,7 @@ class Landing {
     return is_eager(token) && !args_.lands_in_rows() ? slot_at_owner(token, k, packed)
                                                      : rows_.row_at(target(token, k, packed), row_bytes_);
   }
-  JAX_EP_FN Spot spot_at_owner(int token, int k, int packed) const {
+  JAX_EP_FN Float8Address float8_at_owner(int token, int k, int packed) const {
     if (is_eager(token) && !args_.lands_in_rows()) {
       char* slot = slot_at_owner(token, k, packed);
       return {slot, slot ? slot + args_.hidden : nullptr};
@@ -276,12 +276,12 @@ class Float8Dispatch {
         op_.coop, args_.hidden, stream_,
         {writer_, scale_row_bytes(args_.hidden) % 16 == 0, message_values_, put_values_});
     const auto begin = [&](int token, auto packed) {
-      Spot spot{};
-      int found = -1;  // the assignment of `spot`: values and scales are asked for in turn
+      Float8Address address{};
+      int found = -1;  // the assignment of `address`: values and scales are asked for in turn
       const auto at = [&](int k) {
-        if (k != found) spot = landing_.spot_at_owner(token, k, packed(k));
+        if (k != found) address = landing_.float8_at_owner(token, k, packed(k));
         found = k;
-        return spot;
+        return address;
       };
       const auto values = terms_of<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).values); });
       const auto scales = terms_of<char>(op_.coop, args_.top_k, [&](int k) { return term(at(k).scales); });

@@ -230,7 +230,7 @@ JAX_EP_FN void copy_to_short_rows(const Coop& coop, char* rows, int bytes, const
       landed = from(i / top_k, *first);
       to = rows + int64_t{row} * bytes;
     }
-    copy_short(coop, coop.ballot(to != landed), to, landed, bytes);
+    copy_short_rows(coop, coop.ballot(to != landed), to, landed, bytes);
   }
 }
 

@@ -41,6 +41,6 @@ struct OverlapKernel {
 std::optional<std::string> load_local_kernels();
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
-gpu::Error launch_clock(ClockFace* face, int questions);
+gpu::Error launch_clock(ClockRequest* request, int questions);
 
 }  // namespace jax_ep

@@ -4,12 +4,12 @@
 namespace jax_ep {
 namespace {
 
-__global__ void answer_with_time(ClockFace* face, int questions) {
+__global__ void answer_with_time(ClockRequest* request, int questions) {
   constexpr uint64_t kTimeoutNs = 10'000'000'000;
   for (int question = 1; question <= questions; ++question) {
-    if (spin_until(&face->asked, question, &face->cancelled, kTimeoutNs).status != Status::ok) return;
-    store_relaxed(&face->ns, clock_ns());
-    store_release(&face->answered, static_cast<uint64_t>(question));
+    if (spin_until(&request->asked, question, &request->cancelled, kTimeoutNs).status != Status::ok) return;
+    store_relaxed(&request->ns, clock_ns());
+    store_release(&request->answered, static_cast<uint64_t>(question));
   }
 }
 
@@ -18,8 +18,8 @@ __global__ void answer_with_time(ClockFace* face, int questions) {
 #define JAX_EP_INSTANTIATE(Args) template struct Kernel<NoFormat, Args>;
 JAX_EP_BYTE_KERNELS(JAX_EP_INSTANTIATE)
 
-gpu::Error launch_clock(ClockFace* face, int questions) {
-  answer_with_time<<<1, 1>>>(face, questions);
+gpu::Error launch_clock(ClockRequest* request, int questions) {
+  answer_with_time<<<1, 1>>>(request, questions);
   return gpu::take_last_error();
 }
 

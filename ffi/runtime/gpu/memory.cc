@@ -22,12 +22,12 @@ uint64_t host_ns() {
 }
 
 // Asks for the time once more. Returns the host's time, or 0 if no answer came in time.
-uint64_t ask_for_time(ClockFace* face, uint64_t question) {
+uint64_t ask_for_time(ClockRequest* request, uint64_t question) {
   constexpr uint64_t kTimeoutNs = 10'000'000'000;
-  __atomic_store_n(&face->asked, question, __ATOMIC_RELEASE);
+  __atomic_store_n(&request->asked, question, __ATOMIC_RELEASE);
   for (const uint64_t deadline = host_ns() + kTimeoutNs; host_ns() < deadline;)
-    if (__atomic_load_n(&face->answered, __ATOMIC_ACQUIRE) == question) return host_ns();
-  __atomic_store_n(&face->cancelled, uint64_t{1}, __ATOMIC_RELEASE);
+    if (__atomic_load_n(&request->answered, __ATOMIC_ACQUIRE) == question) return host_ns();
+  __atomic_store_n(&request->cancelled, uint64_t{1}, __ATOMIC_RELEASE);
   return 0;
 }
 
@@ -140,23 +140,23 @@ uint64_t read_word(int ordinal, const uint64_t* word) {
 ClockSample read_clock(int ordinal) {
   constexpr int kQuestions = 32;
   static std::mutex mutex;
-  static ClockFace* face = nullptr;
+  static ClockRequest* request = nullptr;
   const std::lock_guard lock(mutex);
-  if (!face) face = static_cast<ClockFace*>(make_on_host(sizeof(ClockFace)));
-  *face = {};
+  if (!request) request = static_cast<ClockRequest*>(make_on_host(sizeof(ClockRequest)));
+  *request = {};
   const gpu::DeviceScope scope(ordinal);
-  gpu::check(launch_clock(face, kQuestions), "asking a device for its time");
+  gpu::check(launch_clock(request, kQuestions), "asking a device for its time");
   ClockSample best{};
   uint64_t quickest = ~uint64_t{0};
   for (int question = 1; question <= kQuestions; ++question) {
-    const uint64_t before = host_ns(), after = ask_for_time(face, question);
+    const uint64_t before = host_ns(), after = ask_for_time(request, question);
     if (!after) {
-      face = nullptr;  // the kernel may still begin, and must find `cancelled`
+      request = nullptr;  // the kernel may still begin, and must find `cancelled`
       throw std::runtime_error("jax_ep: GPU " + std::to_string(ordinal) + " did not tell its time: it is busy");
     }
     if (after - before >= quickest) continue;
     quickest = after - before;
-    best = {face->ns, before + quickest / 2};
+    best = {request->ns, before + quickest / 2};
   }
   gpu::check(gpu::synchronize_stream(nullptr), "asking a device for its time");
   return best;
