@@ -1,6 +1,5 @@
 """A group: the devices along one mesh axis, their signal pads, and its lifetime."""
 
-import logging
 import math
 import threading
 import weakref
@@ -10,16 +9,17 @@ from typing import Any, Literal, Self
 
 from jax.sharding import Mesh
 
-from jax_ep import profiling
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
+from jax_ep._kit.ffi import Ranks
+from jax_ep.backends import Backend, KernelBackend, XlaBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
+from jax_ep.runtime.agreement import Caller
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.progress import Progress
 from jax_ep.runtime.topology import NodePlan
 
-LOGGER = logging.getLogger("jax_ep")
 OnLost = Literal["raise", "exit"]
 
 
@@ -81,7 +81,6 @@ class Group:
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
-        open_timeout = timeouts.opening(open_timeout, timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
             raise ValueError(f"Group: the devices of a mesh must be of one platform, got {sorted(platforms)}")
@@ -89,44 +88,43 @@ class Group:
         self.axis_name: AxisName = checks.canonical_axis(axis_name)
         self.timeout = timeout
         self.platform = ffi.library_name(mesh.devices.flat[0])
+        self.intranode: Group | None = None  # of the ranks of each node; None in a group of one node
         self._closed = False
         self._kept_error: JaxEpError | None = None
         self._lock = threading.Lock()
-        self._native: native.NativeGroup | None = None
-        self.intranode: Group | None = None  # of the ranks of each node, where there are several
-        self._liveness: Liveness | None = None  # of the processes of other nodes, where there are some
-        if topology.crosses_nodes(mesh, self.axis_name, self.platform, across_nodes, open_timeout):
-            self._open_across_nodes(open_timeout, max_sms, on_lost)
-        elif ffi.is_built(self.platform) and not self._spans_cpu_processes:
-            meshes.check_ranks(self.size, ffi.MAX_RANKS)
-            native.check_xla_flags(self.platform)  # before processes connect
-            ffi.library(self.platform)
-            self._native, self._free_number = opening.open_native(
-                self, timeout=timeout, open_timeout=open_timeout, max_sms=max_sms
-            )
-            self._finalizer = weakref.finalize(self, self._native.release)
-            self._finalizer.atexit = False  # then the watchdogs close all groups
-            try:
-                profiling.group_opened(self, self._native)
-            except BaseException:
-                self._end_native()
-                raise
-            self._watchdog = watchdog.Watchdog(self._native, repr(self), exits=on_lost == "exit")
+        self._progress = Progress()
+        self._backend = self._open(across_nodes, timeouts.opening(open_timeout, timeout), max_sms, on_lost)
         open_groups.add(self)
 
-    def _open_across_nodes(self, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost) -> None:
-        axes = checks.axes_of(self.axis_name)
+    def _open(
+        self, across_nodes: bool | None, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost
+    ) -> Backend:
+        ranks = Ranks(self.mesh, self.axis_name, self.platform)
         waits: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout}
-        self.intranode = Group(self.mesh, axes[-1], **waits, max_sms=max_sms, on_lost=on_lost)
-        open_groups.discard(self.intranode)
-        try:
-            on_failure = partial(watchdog.record_loss, self.intranode._native, repr(self), on_lost == "exit")
-            self._liveness = opening.open_liveness(self, on_lost=on_failure, **waits)
-        except BaseException:
-            self.intranode.close()
-            raise
-        if self._liveness is not None:
-            weakref.finalize(self, self._liveness.release).atexit = False
+        if topology.crosses_nodes(self.mesh, self.axis_name, self.platform, across_nodes, open_timeout):
+            inside = Group(self.mesh, checks.axes_of(self.axis_name)[-1], **waits, max_sms=max_sms, on_lost=on_lost)
+            open_groups.discard(inside)
+            self.intranode = inside
+            try:
+                on_failure = partial(watchdog.record_loss, inside._backend.record, repr(self), on_lost == "exit")
+                others = opening.open_liveness(ranks, repr(self), self._progress, on_lost=on_failure, **waits)
+            except BaseException:
+                inside.close()
+                raise
+            return NodesBackend(ranks, inside, others)
+        if self._spans_cpu_processes:
+            refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
+            return XlaBackend(ranks, refusal, by_default=True)
+        if not ffi.is_built(self.platform):
+            refusal = (
+                f"no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
+                "install jax_ep on a machine with its compiler, or pass implementation='xla'"
+            )
+            return XlaBackend(ranks, refusal, by_default=False)
+        meshes.check_ranks(self.size, ffi.MAX_RANKS)
+        native.check_xla_flags(self.platform)  # before processes connect
+        opened = opening.open_native(ranks, max_sms=max_sms, **waits)
+        return KernelBackend(*opened, repr(self), exits=on_lost == "exit")
 
     @property
     def size(self) -> int:
@@ -144,11 +142,6 @@ class Group:
         return 1 if self.intranode is None else self.size // self.intranode.size
 
     @property
-    def _progress(self) -> Progress:
-        """Where this process is: nobody reads it without processes of other nodes."""
-        return Progress() if self._liveness is None else self._liveness.progress
-
-    @property
     def closed(self) -> bool:
         return self._closed
 
@@ -163,23 +156,8 @@ class Group:
             kept, self._kept_error = self._kept_error, None
         if kept is not None:
             raise kept
-        if self._liveness is not None and (lost := self._liveness.error()) is not None:
-            raise lost
-        if self.intranode is not None:
-            self._check_intranode(self.intranode)
-        if self._native is not None:
-            error = native.as_error(self._native.take_error())
-            if error is not None:
-                raise error
-
-    def _check_intranode(self, intranode: "Group") -> None:
-        """Raises the error of this node's group, or the loss of a process of another node that caused it."""
-        try:
-            intranode.check()
-        except PeerTimeoutError as error:
-            if self._liveness is not None and (lost := self._liveness.error(in_vain=True)) is not None:
-                raise lost from error
-            raise
+        if (error := self._backend.error()) is not None:
+            raise error
 
     def report(self) -> list[native.RankReport]:
         """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer, and how many bytes of
@@ -190,9 +168,7 @@ class Group:
         the folder that the environment variable JAX_EP_DUMP names; `python -m jax_ep report` merges the files of all
         processes.
         """
-        if self.intranode is not None:
-            return self.intranode.report()
-        return [] if self._native is None else native.history(self._native)
+        return self._backend.report()
 
     def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
         """What `NodeOptions(capacity="auto")` stands for: how many tokens of a rank go to each node."""
@@ -211,21 +187,7 @@ class Group:
                 return
             self._closed = True
         open_groups.discard(self)
-        if self.intranode is not None:
-            self.intranode.close()
-        if self._liveness is not None:
-            self._liveness.close(in_order=in_order)
-        if self._native is not None:
-            try:
-                profiling.group_closing(self)
-            finally:
-                self._end_native()
-                self._watchdog.end()
-
-    def _end_native(self) -> None:
-        assert self._native is not None
-        self._native.close()
-        self._free_number()
+        self._backend.close(in_order=in_order)
 
     def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Chosen:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
@@ -243,31 +205,13 @@ class Group:
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
-            return _logged(op, "xla", "it was asked for")
-        if self.intranode is not None:
-            if serves_nodes:
-                return self.intranode._resolve(op, implementation)
-            if implementation == "auto":
-                return _logged(op, "xla", "its kernels do not leave a node")
-            raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
-        if self._spans_cpu_processes:
-            if implementation == "auto":
-                return _logged(op, "xla", "kernels on a CPU do not leave their process")
-            raise PlatformError(
-                f"{op}: CPU groups of several processes need implementation='xla', got {implementation!r}"
-            )
-        if self._native is None:
-            raise PlatformError(
-                f"{op}: no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
-                "install jax_ep on a machine with its compiler, or pass implementation='xla'"
-            )
-        return _logged(op, "ffi", f"there are kernels for {self.platform}")
+            return logged(op, "xla", "it was asked for")
+        return self._backend.choose(op, implementation, serves_nodes=serves_nodes)
 
     @property
-    def _native_id(self) -> int:
-        """The id by which kernels' handlers find the group."""
-        assert self._native is not None
-        return self._native.id
+    def _caller(self) -> Caller:
+        """What `Agreement` asks of a group."""
+        return Caller(self.mesh, self.axis_name, self._spans_cpu_processes, self._progress, self._keep_error)
 
     def _keep_error(self, error: JaxEpError) -> None:
         """Keeps an error that "xla" has seen for the next `check()`. The first error is kept."""
@@ -307,9 +251,51 @@ class Group:
         return f"Group({text}{', closed=True' if self._closed else ''})"
 
 
-def _logged(op: str, implementation: Chosen, why: str) -> Chosen:
-    LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
-    return implementation
+class NodesBackend(Backend):
+    """Kernels exchange inside nodes, and XLA's collectives between them.
+
+    Args:
+      intranode: the group of the ranks of each node.
+      others: watches the processes of other nodes; None if all nodes are in this process.
+    """
+
+    def __init__(self, ranks: Ranks, intranode: Group, others: Liveness | None):
+        super().__init__(ranks)
+        self._intranode, self._others = intranode, others
+        if others is not None:
+            weakref.finalize(self, others.release).atexit = False
+
+    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+        if serves_nodes:
+            return self._intranode._resolve(op, implementation)
+        if implementation == "auto":
+            return logged(op, "xla", "its kernels do not leave a node")
+        raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
+
+    def error(self) -> JaxEpError | None:
+        """The loss of a process of another node, or the error of this node's group that it did not cause."""
+        lost = None if self._others is None else self._others.error()
+        if lost is None:
+            try:
+                self._intranode.check()
+            except JaxEpError as error:
+                if self._others is not None and isinstance(error, PeerTimeoutError):
+                    lost = self._others.error(in_vain=True)
+                if lost is None:
+                    return error
+                lost.__cause__ = error
+        return lost
+
+    def report(self) -> list[native.RankReport]:
+        return self._intranode.report()
+
+    def record(self, name: str, error: JaxEpError) -> None:
+        self._intranode._backend.record(name, error)
+
+    def close(self, *, in_order: bool) -> None:
+        self._intranode.close()
+        if self._others is not None:
+            self._others.close(in_order=in_order)
 
 
 def check_group(op: str, group: Any) -> None:

@@ -138,7 +138,7 @@ def _write(current: _Profile) -> None:
 
 def _events(current: _Profile) -> Iterator[dict[str, Any]]:
     first_pid = 0
-    for group, recordings in sorted(current.recordings, key=lambda recorded: recorded[0]._native_id):
+    for group, recordings in sorted(current.recordings, key=lambda recorded: recorded[0].id):
         for recording in recordings:
             pid = first_pid + recording.line * group.size + recording.rank
             yield from _names(group, recording, pid)

@@ -19,7 +19,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, combine, dispatch, moe_mlp
+from jax_ep.backends import KernelBackend
 from jax_ep.runtime import topology
+from jax_ep.runtime.native import NativeGroup
 
 LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
@@ -46,6 +48,12 @@ def mesh_of(**axes: int) -> Mesh:
     if len(devices) < needed:
         pytest.skip(f"needs {needed} devices, this host has {len(devices)}")
     return Mesh(np.array(devices[:needed]).reshape(*axes.values()), tuple(axes))
+
+
+def native(group: Group) -> NativeGroup:
+    backend = group._backend
+    assert isinstance(backend, KernelBackend)
+    return backend.native
 
 
 def largest_size() -> int:

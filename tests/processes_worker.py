@@ -54,9 +54,8 @@ def results(group: Group) -> dict[str, Any]:
 def save_results(mesh: Mesh, folder: Path, *, stage: bool) -> None:
     """This process' part of every array, named by array and rank."""
     with Group(mesh, "ep", timeout=TIMEOUT) as group:
-        assert group._native is not None
         if stage:  # everything, and not only what peers cannot map
-            group._native.test_hooks.stage_all()
+            helpers.native(group).test_hooks.stage_all()
         shards: dict[str, Any] = {
             f"{index} {shard.index[0].start or 0}": np.ascontiguousarray(shard.data).view(np.uint8)
             for index, array in enumerate(jax.tree.leaves(results(group)))
@@ -76,9 +75,8 @@ def run_into_errors(mesh: Mesh) -> None:
         jax.block_until_ready(program(*operands))
         group.check()
 
-        assert group._native is not None
         stalled, holder = group.size - 1, jax.process_count() - 1
-        group._native.test_hooks.stall(stalled, "protocol")
+        helpers.native(group).test_hooks.stall(stalled, "protocol")
         with contextlib.suppress(*FAILURES):
             jax.block_until_ready(program(*operands))
         if jax.process_index() == holder:  # on a GPU the stalled rank does not even notice

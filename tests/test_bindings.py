@@ -137,7 +137,7 @@ def call_scatter(
 
     def body(*operands: jax.Array) -> jax.Array:
         target = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
-        return target(*operands, group=np.int64(group._native_id), **sizes, **SCATTER_OPTIONS, release=release)
+        return target(*operands, group=np.int64(helpers.native(group).id), **sizes, **SCATTER_OPTIONS, release=release)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 
@@ -191,7 +191,7 @@ def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
 
     def body(ids: jax.Array, missing: jax.Array) -> dict[str, jax.Array]:
         call = jax.ffi.ffi_call("jax_ep_sparse_union", [vary.result_type(tuple(s), t, ids) for _, t, s in types])
-        sizes = {name: np.int64(size) for name, size in (union | {"group": group._native_id}).items()}
+        sizes = {name: np.int64(size) for name, size in (union | {"group": helpers.native(group).id}).items()}
         return dict(
             zip((name for name, *_ in types), call(ids, missing, sharded=False, **sizes, **RELEASE), strict=True)
         )
@@ -213,7 +213,15 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
         target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
         numbers = {name: np.int64(size) for name, size in sizes.items()}
         return target(
-            rows, offsets, offsets, offsets, offsets, rows + 1, group=np.int64(group._native_id), **numbers, **RELEASE
+            rows,
+            offsets,
+            offsets,
+            offsets,
+            offsets,
+            rows + 1,
+            group=np.int64(helpers.native(group).id),
+            **numbers,
+            **RELEASE,
         )
 
     rows, offsets = np.zeros((RANKS, 4, 4), np.float32), np.zeros((RANKS, RANKS), np.int32)

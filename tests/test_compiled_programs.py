@@ -149,7 +149,7 @@ def test_two_groups_of_one_content_do_not_mix(open_group: OpenGroup) -> None:
 def test_a_program_compiled_ahead_keeps_its_group() -> None:
     group = Group(helpers.mesh_of(ep=SIZE), "ep")
     case = case_of(SIZE)
-    native_id, program = group._native_id, compiled(group, case)
+    native_id, program = helpers.native(group).id, compiled(group, case)
     dropped = weakref.ref(group)
     del group
     jax.clear_caches()
@@ -157,12 +157,12 @@ def test_a_program_compiled_ahead_keeps_its_group() -> None:
     assert dropped() is None
     assert_right(program, case)
     with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in another place than the one that lives on
-        assert another._native_id != native_id
+        assert helpers.native(another).id != native_id
     del program
     deadline = time.monotonic() + 10
     found = 0
     while found != native_id and time.monotonic() < deadline:
         gc.collect()
         with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in the place of the one that has ended now
-            found = another._native_id
+            found = helpers.native(another).id
     assert found == native_id

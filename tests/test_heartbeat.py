@@ -14,6 +14,7 @@ from jax_ep import PeerTimeoutError
 from jax_ep.runtime import heartbeat, liveness
 from jax_ep.runtime.heartbeat import Heartbeat, HeartbeatThread
 from jax_ep.runtime.liveness import Liveness
+from jax_ep.runtime.progress import Progress
 from jax_ep.runtime.timeouts import Deadline
 
 TIMEOUT = 20.0  # of what must come about
@@ -40,7 +41,9 @@ class Processes:
     def open(self, me: int, group: str, timeout: float = TIMEOUT, seconds: float = TIMEOUT) -> Opening:
         others = {process: f"process {process}" for process in self._everyone if process != me}
         heartbeat_thread = self.threads[me]
-        return self._pool.submit(lambda: Liveness(group, group, others, seconds, Deadline(timeout), heartbeat_thread))
+        return self._pool.submit(
+            Liveness, group, group, others, seconds, Deadline(timeout), heartbeat_thread, Progress()
+        )
 
     def open_all(self, group: str, seconds: float = TIMEOUT) -> list[Liveness]:
         openings = [self.open(me, group, seconds=seconds) for me in self._everyone]

@@ -97,9 +97,8 @@ def assert_right(found: dict[str, Any], ops: dict[str, Op]) -> None:
 def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[dict[str, Any], dict[str, Op]]:
     """The results, and the ops that gave them."""
     with Group(mesh or helpers.mesh_of(ep=SIZE), "ep", timeout=30) as group:
-        assert group._native is not None
         if staged:
-            group._native.test_hooks.stage_all()
+            helpers.native(group).test_hooks.stage_all()
         return helpers.fetch(worker.results(group)), worker.ops_of(group)
 
 

@@ -171,8 +171,7 @@ def test_a_failing_op_is_recorded(open_group: OpenGroup, rng: np.random.Generato
     timeout, stalled = 0.5, 3
     group, path = open_group(SIZE, timeout=timeout), tmp_path / "trace.json"
     program, case = round_trip(group), draw(rng, tokens=16)
-    assert group._native is not None
-    group._native.test_hooks.stall(stalled, "protocol")
+    helpers.native(group).test_hooks.stall(stalled, "protocol")
     on_cpu = group.platform == "cpu"
     with helpers.awaiting_failure(group, "PeerTimeoutError|PeerLostError"), jax_ep.profile(path):
         helpers.fetch(program(*case))

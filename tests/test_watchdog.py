@@ -39,8 +39,7 @@ def fail(group: Group, case: helpers.Case, where: str = "protocol", program: Any
 
     Nobody calls `check()`. Where nothing raises, all get NaN but the stalled rank, whose results nobody writes.
     """
-    assert group._native is not None
-    group._native.test_hooks.stall(STALLED, where)
+    helpers.native(group).test_hooks.stall(STALLED, where)
     with helpers.awaiting_failure(group, f"rank {STALLED}"):
         results = helpers.fetch((program or helpers.dispatch_combine(group, **OPTIONS))(*case))
         dispatched, combined = jax.tree.map(lambda x: np.delete(x, STALLED, axis=0), results)
@@ -132,7 +131,7 @@ def test_a_full_disk(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        flight_records.write(group._native, repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
+        flight_records.write(helpers.native(group), repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     await_log(caplog, "its flight record could not be written to JAX_EP_DUMP=")
@@ -149,8 +148,7 @@ def test_a_record_on_request(
     case = case_of(rng)
     program = helpers.dispatch_combine(group, **OPTIONS)
     helpers.fetch(program(*case))
-    assert group._native is not None
-    stall = group._native.test_hooks.stall
+    stall = helpers.native(group).test_hooks.stall
     stall(STALLED, "protocol")
     found: list[Path] = []
 
@@ -215,13 +213,13 @@ group = Group(helpers.mesh_of(ep=here.SIZE), "ep", timeout=2.0)
 case = here.case_of(np.random.default_rng(helpers.SEED))
 program = helpers.dispatch_combine(group, **here.OPTIONS)
 helpers.fetch(program(*case))
-group._native.test_hooks.stall(here.STALLED, sys.argv[1])
+helpers.native(group).test_hooks.stall(here.STALLED, sys.argv[1])
 found = program(*case)
 time.sleep(0.5)
 print("stop me", flush=True)
 assert sys.stdin.readline() == "go on\\n"
 time.sleep(1.0)
-group._native.test_hooks.stall(-1, sys.argv[1])
+helpers.native(group).test_hooks.stall(-1, sys.argv[1])
 helpers.assert_round_trip(helpers.fetch(found), case, num_experts=here.EXPERTS)
 group.check()
 print("right", flush=True)

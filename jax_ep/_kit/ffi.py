@@ -1,14 +1,16 @@
 """The only module that names the compiled libraries: loads them, registers their FFI targets and calls these."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
+import math
 import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -102,25 +104,24 @@ def _call_site() -> str:
     return ""
 
 
-class Ranks(Protocol):
-    """What a call needs of its group: a `jax_ep.Group` has it."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of a group."""
+
+    mesh: Mesh
+    axis_name: checks.AxisName
+    platform: str
+    id: int = -1  # by which handlers find the group; -1 without kernels
 
     @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def axis_name(self) -> checks.AxisName: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def _native_id(self) -> int: ...
+    def size(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in checks.axes_of(self.axis_name))
 
 
 def call(
     name: str,
     *operands: jax.Array,
-    group: Ranks,
+    ranks: Ranks,
     updated: jax.Array | None = None,
     **settings: bool | int | float | str | np.dtype,
 ) -> dict[str, jax.Array]:
@@ -139,10 +140,10 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _python_value(value) for key, value in settings.items()}
-    op, types = _call_types(group.platform, name, group.size, **plain)
-    operands = tuple(meshes.on_these_devices(op, x, group.mesh) for x in operands)
+    op, types = _call_types(ranks.platform, name, ranks.size, **plain)
+    operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
     names = [result for result, *_ in types if result != WORKSPACE]
-    alike_over = frozenset(checks.axes_of(group.axis_name))
+    alike_over = frozenset(checks.axes_of(ranks.axis_name))
     aliases = {len(operands) - 1: i for i, (_, dtype, *_) in enumerate(types) if dtype is None}
     site = _call_site()
 
@@ -156,11 +157,11 @@ def call(
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
         called = jax.ffi.ffi_call(f"jax_ep_{name}", results(operands), input_output_aliases=aliases)
-        attributes = {"group": np.int64(group._native_id), "site": site, **_attributes(plain)}
+        attributes = {"group": np.int64(ranks.id), "site": site, **_attributes(plain)}
         return called(*operands, **attributes)[: len(names)]
 
     returned = sequential_vmap(target)(*operands)
-    if group.platform != "cpu":
+    if ranks.platform != "cpu":
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
         # of its results, and runs the call again for the other results. The barrier prevents that.
         returned = jax.lax.optimization_barrier(returned)

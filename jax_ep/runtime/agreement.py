@@ -9,7 +9,7 @@ nothing. The gradient of an op is a call of its own. Calls also mark where this 
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,45 +26,42 @@ _ZERO = np.zeros((), np.int32)
 _TEXT_BYTES, _HASH_BYTES = 504, 8  # of a description; longer texts differ by the hash
 
 
-class CallingGroup(Protocol):
-    """What a call asks of its group: a `jax_ep.Group` is one."""
+class Caller(NamedTuple):
+    """Whose calls are compared."""
 
     mesh: Mesh
     axis_name: AxisName
-
-    @property
-    def _spans_cpu_processes(self) -> bool: ...
-    @property
-    def _progress(self) -> Progress: ...
-    def _keep_error(self, error: JaxEpError) -> None: ...
+    compares: bool  # False: kernels do
+    progress: Progress
+    keep_error: Callable[[JaxEpError], None]  # for `Group.check`
 
 
 class Agreement:
     """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
-    It does nothing in groups whose kernels compare the calls.
+    It does nothing unless `caller.compares`.
 
     Args:
       settings: must be equal on all ranks.
     """
 
-    def __init__(self, group: CallingGroup, op: str, /, **settings: Any):
-        self._group = group
+    def __init__(self, caller: Caller, op: str, /, **settings: Any):
+        self._caller = caller
         self._text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
 
     def enter(self, operands: Any) -> Any:
         """Returns the operands once all ranks have called the op with equal settings; else the program raises
         `MismatchError`. In a gradient of the op, their cotangents mark its end."""
-        if not self._group._spans_cpu_processes:
+        if not self._caller.compares:
             return operands
-        return _through(operands, _begun(self._group, self._text, operands), partial(_ended, self._group))
+        return _through(operands, _begun(self._caller, self._text, operands), partial(_ended, self._caller))
 
     def leave(self, results: Any) -> Any:
         """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
-        if not self._group._spans_cpu_processes:
+        if not self._caller.compares:
             return results
         return _through(
-            results, _ended(self._group, results), partial(_begun, self._group, f"gradient of {self._text}")
+            results, _ended(self._caller, results), partial(_begun, self._caller, f"gradient of {self._text}")
         )
 
 
@@ -79,32 +76,32 @@ def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> 
     return structure.unflatten(waited)
 
 
-def _begun(group: CallingGroup, text: str, operands: Any) -> jax.Array:
+def _begun(caller: Caller, text: str, operands: Any) -> jax.Array:
     """0, as int32, if all ranks give the same text. The texts are exchanged once the operands are there."""
-    words, progress = _encoded(text), group._progress
+    words, progress = _encoded(text), caller.progress
 
     def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         progress.begin(int(rank), text)
         return words
 
-    rank = jax.lax.axis_index(group.mesh.axis_names)
-    [mine] = vary_alike(group.axis_name, _called(begin, words, rank, *_firsts(operands)))
-    everyone = jax.lax.all_gather(mine, group.axis_name, to="invarying")
-    refuse = partial(_refuse, group._keep_error, progress)
+    rank = jax.lax.axis_index(caller.mesh.axis_names)
+    [mine] = vary_alike(caller.axis_name, _called(begin, words, rank, *_firsts(operands)))
+    everyone = jax.lax.all_gather(mine, caller.axis_name, to="invarying")
+    refuse = partial(_refuse, caller.keep_error, progress)
     return jax.lax.cond(
         (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, rank, everyone), lambda: everyone[0, 0] * 0
     )
 
 
-def _ended(group: CallingGroup, results: Any) -> jax.Array:
+def _ended(caller: Caller, results: Any) -> jax.Array:
     """0, as int32, once the results are there."""
-    progress = group._progress
+    progress = caller.progress
 
     def end(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         progress.end(int(rank))
         return _ZERO
 
-    return _called(end, _ZERO, jax.lax.axis_index(group.mesh.axis_names), *_firsts(results))
+    return _called(end, _ZERO, jax.lax.axis_index(caller.mesh.axis_names), *_firsts(results))
 
 
 def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.Array) -> jax.Array:

@@ -115,7 +115,7 @@ class Liveness:
       others: by process, what an error calls it; at least one.
       timeout: seconds of silence after which a process is lost; at least 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
-      thread: of this process.
+      thread, progress: of this process.
       on_lost: called in the watching thread with the error of the group, before a caller sees the error.
 
     Raises:
@@ -130,10 +130,11 @@ class Liveness:
         timeout: float,
         open_timeout: Deadline,
         thread: HeartbeatThread,
+        progress: Progress,
         on_lost: Callable[[JaxEpError], None] = lambda error: None,
     ):
         self._name, self._timeout, self._heartbeat, self._on_lost = name, timeout, thread, on_lost
-        self.progress = Progress()
+        self._progress = progress
         self._lost: JaxEpError | None = None
         self._ended, self._released, self._is_over = threading.Event(), False, False
         group = hashlib.sha256(over.encode()).hexdigest()[:16]
@@ -174,7 +175,7 @@ class Liveness:
     def _end(self, state: str) -> None:
         if not self._is_over:
             self._is_over = True
-            self._heartbeat.update(self._part, state=state, **self.progress.marks._asdict())
+            self._heartbeat.update(self._part, state=state, **self._progress.marks._asdict())
 
     def release(self) -> None:
         """Lets the watching thread close this process' part. Takes no lock, as a garbage collector may call it."""
@@ -224,7 +225,7 @@ class Liveness:
             failure = self._heartbeat.failure
             what = f"this process sends no heartbeats any more, because of {failure!r}"
             return None if failure is None else PeerLostError(what)
-        marks = self.progress.marks
+        marks = self._progress.marks
         self._heartbeat.update(self._part, **marks._asdict())
         if (lost := self._detector.look(self._heartbeat.readings, passed)) is not None:
             return PeerLostError(lost)

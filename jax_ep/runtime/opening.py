@@ -1,8 +1,11 @@
 """Opens a process' part of a group: the native group, and heartbeats for other nodes."""
 
+import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -11,57 +14,64 @@ from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError
 from jax_ep.runtime import liveness, native, rendezvous, topology
 from jax_ep.runtime.liveness import Liveness
+from jax_ep.runtime.progress import Progress
 from jax_ep.runtime.timeouts import Deadline
 
 MOST_SMS = 2**31 - 1  # the greatest C++ int
 
 
 def open_native(
-    group: Ranks, *, timeout: float, open_timeout: Deadline, max_sms: int | None
-) -> tuple[native.NativeGroup, Callable[[], None]]:
-    """The native group, and the function that frees its number when it is closed.
+    ranks: Ranks, *, timeout: float, open_timeout: Deadline, max_sms: int | None
+) -> tuple[Ranks, native.NativeGroup, Callable[[], None]]:
+    """The ranks with their id, their native group, and the function that frees its number when it is closed.
 
     Raises:
       JaxEpError: as for `rendezvous.introduce` and `native.create_group`.
     """
-    me, axes = jax.process_index(), checks.axes_of(group.axis_name)
+    me, axes = jax.process_index(), checks.axes_of(ranks.axis_name)
     ordinals = [
         [ffi.ordinal(device) if device.process_index == me else -1 for device in line]
-        for line in topology.lines(group.mesh, axes)
+        for line in topology.lines(ranks.mesh, axes)
     ]
-    ffi.library(group.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
-    processes = topology.processes(group.mesh, axes)
+    ffi.library(ranks.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
+    processes = topology.processes(ranks.mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = _identity(group)
+    what = _identity(ranks)
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
-    create = partial(native.create_group, group.platform, ordinals, timeout, content=content, max_sms=most)
-    if everyone == {me}:
-        return create(), lambda: None
-    introduced = rendezvous.introduce(what, me, processes, open_timeout)
-    try:
-        return create(index=introduced.number, **introduced.neighbours), introduced.free
-    except BaseException:
-        introduced.free()
-        raise
+    create = partial(native.create_group, ranks.platform, ordinals, timeout, content=content, max_sms=most)
+    neighbours: dict[str, Any] = {}
+    with contextlib.ExitStack() as on_failure:
+        if everyone != {me}:
+            introduced = rendezvous.introduce(what, me, processes, open_timeout)
+            on_failure.callback(introduced.free)
+            neighbours = {"index": introduced.number, **introduced.neighbours}
+        opened = create(**neighbours)
+        return dataclasses.replace(ranks, id=opened.id), opened, on_failure.pop_all().close
 
 
 def open_liveness(
-    group: Ranks, *, timeout: float, open_timeout: Deadline, on_lost: Callable[[JaxEpError], None]
+    ranks: Ranks,
+    name: str,
+    progress: Progress,
+    *,
+    timeout: float,
+    open_timeout: Deadline,
+    on_lost: Callable[[JaxEpError], None],
 ) -> Liveness | None:
     """Waits for the processes of the group's other nodes, and watches them; None if there are none.
 
     Raises:
       PlatformError, PeerTimeoutError: as for `liveness.heartbeat_thread` and `Liveness`.
     """
-    others = topology.other_processes(group.mesh, checks.axes_of(group.axis_name))
+    others = topology.other_processes(ranks.mesh, checks.axes_of(ranks.axis_name))
     if not others:
         return None
     thread = liveness.heartbeat_thread()
-    return Liveness(repr(group), _identity(group), others, timeout, open_timeout, thread, on_lost)
+    return Liveness(name, _identity(ranks), others, timeout, open_timeout, thread, progress, on_lost)
 
 
-def _identity(group: Ranks) -> str:
+def _identity(ranks: Ranks) -> str:
     """A text that identifies the devices, mesh and axis of a group: the same in all its processes."""
-    devices = [(device.id, device.process_index) for device in group.mesh.devices.flat]
-    return f"{group.platform} {devices} {dict(group.mesh.shape)} {group.axis_name}"
+    devices = [(device.id, device.process_index) for device in ranks.mesh.devices.flat]
+    return f"{ranks.platform} {devices} {dict(ranks.mesh.shape)} {ranks.axis_name}"

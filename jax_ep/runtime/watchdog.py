@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import flight_records
@@ -48,10 +49,9 @@ def _end_all() -> None:
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def record_loss(native: NativeGroup | None, name: str, exits: bool, error: JaxEpError) -> None:
+def record_loss(record: Callable[[str, JaxEpError], None], name: str, exits: bool, error: JaxEpError) -> None:
     """A group across nodes has failed: writes the flight record of its ranks in this process, which then `exits`."""
-    if native is not None:
-        flight_records.write(native, name, type(error).__name__, str(error))
+    record(name, error)
     if exits:
         _exit(name)
 

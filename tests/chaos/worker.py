@@ -67,8 +67,7 @@ class Strike(threading.Thread):
     def run(self) -> None:
         began, seen, target, entered = time.monotonic(), set[str](), None, "no op"
         while (waited := time.monotonic() - began) < LATEST_SECONDS and (target is None or entered != target):
-            assert self.group._native is not None
-            entered = " ".join(self.group._native.test_hooks.last_phase(0, self.rank) or ("no op",))
+            entered = " ".join(helpers.native(self.group).test_hooks.last_phase(0, self.rank) or ("no op",))
             if waited < LOOK_SECONDS:
                 seen.add(entered)
             elif target is None:
@@ -89,8 +88,7 @@ class Member:
         os.environ["JAX_EP_DEBUG_POISON"] = str(int(poison))
         devices = [device for device in jax.devices() if device.process_index in members]
         self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout, open_timeout=OPEN_SECONDS)
-        assert self.group._native is not None
-        self.group._native.start_recording()  # for last_phase
+        helpers.native(self.group).start_recording()  # for last_phase
         drawn = draw_ops(np.random.default_rng(seed), self.group, OPS_AT_ONCE)
         self.ops = [Prepared(name, op, self.group.mesh) for name, op in drawn.items()]
         return {"ops": list(drawn)}

@@ -180,7 +180,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
             return dispatch_in_place(config, tokens, expert_ids, weights)
         return gradients.dispatch(group, config, tokens, expert_ids, weights)
     agreement = Agreement(
-        group,
+        group._caller,
         "dispatch",
         num_tokens=num_tokens,
         hidden=tokens.shape[1],
@@ -208,7 +208,7 @@ def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
     chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
     settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
-    agreement = Agreement(group, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
+    agreement = Agreement(group._caller, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
     expert_outputs, routing = agreement.enter((expert_outputs, routing))
     if isinstance(routing, NodeRouting):
         combined = node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)

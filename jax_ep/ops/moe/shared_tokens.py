@@ -34,7 +34,7 @@ def sums_of_shared_tokens(
         return jax.lax.psum(total, group.axis_name), stats
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
-    agreement = Agreement(group, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
+    agreement = Agreement(group._caller, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
     mine = expert_ids - rank * local

@@ -1,0 +1,107 @@
+"""How the ranks of a group exchange: by kernels, or by XLA's collectives. group.py has the backend of several nodes."""
+
+import logging
+import weakref
+from collections.abc import Callable
+
+from jax_ep import profiling
+from jax_ep._kit.checks import Chosen, Implementation
+from jax_ep._kit.ffi import Ranks
+from jax_ep.errors import JaxEpError, PlatformError
+from jax_ep.runtime import flight_records, native
+from jax_ep.runtime.watchdog import Watchdog
+
+_LOGGER = logging.getLogger("jax_ep")
+
+
+class Backend:
+    """What a group has from its opening until it is closed. This one holds nothing."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+        """As `Group._resolve`, unless XLA was asked for."""
+        raise NotImplementedError
+
+    def error(self) -> JaxEpError | None:
+        """What went wrong. A recoverable error is returned once."""
+        return None
+
+    def report(self) -> list[native.RankReport]:
+        return []
+
+    def record(self, name: str, error: JaxEpError) -> None:
+        """Writes the flight record of a group that has failed."""
+
+    def close(self, *, in_order: bool) -> None:
+        """Called once. Unless `in_order`, the group fails in processes of other nodes."""
+
+
+class XlaBackend(Backend):
+    """XLA's collectives exchange, as kernels cannot.
+
+    Args:
+      refusal: the error of an op that asks for kernels.
+      by_default: implementation="auto" does not ask for kernels.
+    """
+
+    def __init__(self, ranks: Ranks, refusal: str, *, by_default: bool):
+        super().__init__(ranks)
+        self._refusal, self._by_default = refusal, by_default
+
+    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+        if implementation == "auto" and self._by_default:
+            return logged(op, "xla", "kernels on a CPU do not leave their process")
+        raise PlatformError(f"{op}: {self._refusal}")
+
+
+class KernelBackend(Backend):
+    """Kernels exchange among all ranks of a line.
+
+    Args:
+      ranks, opened, free_number: as `opening.open_native` returns them.
+      name: of the group, for the log.
+      exits: whether a failure ends the process.
+    """
+
+    def __init__(
+        self, ranks: Ranks, opened: native.NativeGroup, free_number: Callable[[], None], name: str, *, exits: bool
+    ):
+        super().__init__(ranks)
+        self.native, self._free_number = opened, free_number
+        weakref.finalize(self, opened.release).atexit = False  # at exit the watchdogs close all groups
+        try:
+            profiling.group_opened(ranks, opened)
+        except BaseException:
+            self._end()
+            raise
+        self._watchdog = Watchdog(opened, name, exits=exits)
+
+    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+        return logged(op, "ffi", f"there are kernels for {self.ranks.platform}")
+
+    def error(self) -> JaxEpError | None:
+        return native.as_error(self.native.take_error())
+
+    def report(self) -> list[native.RankReport]:
+        return native.history(self.native)
+
+    def record(self, name: str, error: JaxEpError) -> None:
+        flight_records.write(self.native, name, type(error).__name__, str(error))
+
+    def close(self, *, in_order: bool) -> None:
+        try:
+            profiling.group_closing(self.ranks)
+        finally:
+            self._end()
+            self._watchdog.end()
+
+    def _end(self) -> None:
+        self.native.close()
+        self._free_number()
+
+
+def logged(op: str, implementation: Chosen, why: str) -> Chosen:
+    _LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
+    return implementation
