@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -78,16 +78,21 @@ def library(platform: str) -> ModuleType:
     return library
 
 
-# Its name, its dtype (None: that of the operand it begins as), its shape, and whether all ranks have it alike.
-_ResultType = tuple[str, str | None, list[int], bool]
+class _Result(NamedTuple):
+    name: str
+    updates: bool  # begins as the last operand, and is of its type; then dtype and shape are empty
+    dtype: str
+    shape: tuple[int, ...]
+    alike: bool  # on all ranks
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _call_types(
+def _results_of(
     platform: str, name: str, ranks: int, **settings: bool | int | float | str
-) -> tuple[str, list[_ResultType]]:
-    """The user's name of an op, and the types of its results in order: from its OpSpec, and cached by settings."""
-    return library(platform).call_types(name, ranks, **settings)
+) -> tuple[str, list[_Result]]:
+    """The name of an op that users know, and its results in order: from its OpSpec, and cached by settings."""
+    op, results = library(platform).call_types(name, ranks, **settings)
+    return op, [_Result(each, dtype is None, dtype or "", tuple(shape), alike) for each, dtype, shape, alike in results]
 
 
 def _call_site() -> str:
@@ -140,23 +145,22 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _python_value(value) for key, value in settings.items()}
-    op, types = _call_types(ranks.platform, name, ranks.size, **plain)
+    op, types = _results_of(ranks.platform, name, ranks.size, **plain)
     operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
-    names = [result for result, *_ in types if result != WORKSPACE]
-    alike_over = frozenset(checks.axes_of(ranks.axis_name))
-    aliases = {len(operands) - 1: i for i, (_, dtype, *_) in enumerate(types) if dtype is None}
+    names = [result.name for result in types if result.name != WORKSPACE]
+    axes = frozenset(checks.axes_of(ranks.axis_name))
+    aliases = {len(operands) - 1: i for i, result in enumerate(types) if result.updates}
     site = _call_site()
 
-    def results(operands: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-        return [
-            vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
-            if dtype is None
-            else vary.result_type(tuple(shape), np.dtype(dtype), operands[0], alike_over if alike else frozenset())
-            for _, dtype, shape, alike in types
-        ]
+    def type_of(result: _Result, operands: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
+        if result.updates:
+            return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
+        unvarying = axes if result.alike else frozenset()
+        return vary.result_type(result.shape, np.dtype(result.dtype), operands[0], unvarying)
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
-        called = jax.ffi.ffi_call(f"jax_ep_{name}", results(operands), input_output_aliases=aliases)
+        results = [type_of(result, operands) for result in types]
+        called = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
         attributes = {"group": np.int64(ranks.id), "site": site, **_attributes(plain)}
         return called(*operands, **attributes)[: len(names)]
 
@@ -175,14 +179,14 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
       Its results by name.
     """
     plain = {key: _python_value(value) for key, value in settings.items()}
-    _, types = _call_types("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
+    _, types = _results_of("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
 
     def target(*operands: jax.Array) -> Sequence[jax.Array]:
-        results = [vary.result_type(tuple(shape), np.dtype(dtype), operands[0]) for _, dtype, shape, _ in types]
+        results = [vary.result_type(result.shape, np.dtype(result.dtype), operands[0]) for result in types]
         return jax.ffi.ffi_call(f"jax_ep_{name}", results)(*operands, **_attributes(plain))
 
     called = sequential_vmap(target)(*operands)
-    return {result: array for (result, *_), array in zip(types, called, strict=True) if result != WORKSPACE}
+    return {result.name: x for result, x in zip(types, called, strict=True) if result.name != WORKSPACE}
 
 
 def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
