@@ -97,12 +97,12 @@ def gradient(ids: Array, weights: Array, op: str) -> Array:
 
 
 def reduced(group: Group, num_rows: int, **options: Any) -> Callable[[jax.Array, jax.Array], SparseRows]:
-    """On one rank: (ids [N], values [N, D]) -> the result of `sparse_all_reduce`, without the seal, for numpy."""
+    """On one rank: (ids [N], values [N, D]) -> the result of `sparse_all_reduce`, without the guard, for numpy."""
 
     def run(ids: jax.Array, values: jax.Array) -> SparseRows:
         rows = SparseRows.from_entries(ids, values, num_rows=num_rows)
         out = sparse_all_reduce(rows, group=group, **options)
-        return replace(out, seal=None)  # pyright: ignore[reportArgumentType]
+        return replace(out, guard=None)  # pyright: ignore[reportArgumentType]
 
     return run
 

@@ -135,7 +135,7 @@ def test_updates_of_touched_rows(rng: np.random.Generator, name: str) -> None:
         untouched &= ~touched
 
     assert 0 < untouched.sum() < V
-    assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(carry))  # a checkpoint has no seal
+    assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves(carry))  # a checkpoint has no guard
     for actual, dense, before in zip(jax.tree.leaves(carry), oracle.leaves, jax.tree.leaves(start), strict=True):
         np.testing.assert_allclose(actual, dense, rtol=2e-5, atol=2e-6)
         if actual.ndim:

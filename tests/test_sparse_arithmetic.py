@@ -98,7 +98,7 @@ def exported(leaves: list[jax.Array]) -> Any:
 def test_what_passes(name: str) -> None:
     out = PASSED[name](ROWS)
     if isinstance(out, SparseRows):
-        assert (out.num_rows, out.seal.dtype) == (V, ROWS.seal.dtype)
+        assert (out.num_rows, out.guard.dtype) == (V, ROWS.guard.dtype)
         np.testing.assert_array_equal(out.todense(), ROWS.todense())
     else:
         np.testing.assert_array_equal(out, ROWS.values)
@@ -113,7 +113,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
         restored = checkpointer.restore(tmp_path / "step", shapes)
     np.testing.assert_array_equal(restored["accumulated"].todense(), ROWS.todense())
-    assert restored["accumulated"].seal.dtype == ROWS.seal.dtype
+    assert restored["accumulated"].guard.dtype == ROWS.guard.dtype
 
 
 def draw(rng: np.random.Generator, entries: int, dtype: Any = np.float32) -> SparseRows:

@@ -45,7 +45,7 @@ def add(a: T, b: T, *, capacity: int | None = None) -> T:
         )
         total = coalesce(SparseRows.from_entries(*entries, num_rows=x.num_rows), capacity=capacity)
         ignored = x.ignored + x.count_outside() + y.ignored + y.count_outside()
-        return replace(total, ignored=ignored, dropped=total.dropped + x.dropped + y.dropped, seal=x.seal)
+        return replace(total, ignored=ignored, dropped=total.dropped + x.dropped + y.dropped, guard=x.guard)
 
     return jax.tree.map(sums, a, b, is_leaf=is_sparse_rows)
 

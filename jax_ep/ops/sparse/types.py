@@ -21,8 +21,8 @@ def _zero() -> jax.Array:
     return jnp.zeros((), jnp.int32)
 
 
-def _seal() -> jax.Array:
-    """A PRNG key, on which JAX refuses arithmetic. Its type is one that orbax and `jax.export` can write."""
+def _guard() -> jax.Array:
+    """Of a type that orbax and `jax.export` can write."""
     return jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
 
 
@@ -32,7 +32,7 @@ class SparseRows:
     """N entries (row id, row) of a [num_rows, D] table that is zero elsewhere. A pytree.
 
     Arithmetic on all leaves would change row ids. So `jax.tree.map(jnp.add, a, b)`, `jax.lax.psum`, `optax.tree.norm`
-    and their like raise before anything runs: one leaf is a PRNG key, and they do not accept `key<fry>`. Use `add`,
+    and their like raise when traced: they do not accept the `guard`, whose dtype is `key<fry>`. Use `add`,
     `scale`, `global_norm` and `clip_by_global_norm` of `jax_ep.embedding`, and `sparse_all_reduce`.
 
     Entries of the same row add up. An entry stands for a row if it is among the first `count` and its id is in [0,
@@ -46,7 +46,7 @@ class SparseRows:
       num_rows: static; the height of the table.
       ignored: int32 scalar. Entries that earlier functions ignored, as their ids were not in [0, num_rows).
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
-      seal: a constant PRNG key.
+      guard: a constant PRNG key, on which JAX refuses arithmetic.
     """
 
     indices: jax.Array
@@ -55,7 +55,7 @@ class SparseRows:
     num_rows: int = dataclasses.field(metadata={"static": True})
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
-    seal: jax.Array = dataclasses.field(default_factory=_seal)
+    guard: jax.Array = dataclasses.field(default_factory=_guard)
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("indices", "values", "count", "num_rows")}
