@@ -20,10 +20,10 @@ from jax_ep.ops.collective_matmul.api import (
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
+from jax_ep.ops.moe.node_options import NodeOptions as NodeOptions
 from jax_ep.ops.moe.types import (
     Dispatched as Dispatched,
     MoeStats as MoeStats,
-    NodeOptions as NodeOptions,
     Routing as Routing,
 )
 from jax_ep.ops.moe.units import Experts as Experts, Gated as Gated

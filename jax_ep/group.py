@@ -18,7 +18,6 @@ from jax_ep.runtime import native, open_groups, opening, timeouts, topology, wat
 from jax_ep.runtime.agreement import Caller
 from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.progress import Progress
-from jax_ep.runtime.topology import NodePlan
 
 OnLost = Literal["raise", "exit"]
 
@@ -170,13 +169,6 @@ class Group:
         """
         return self._backend.report()
 
-    def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-        """What `NodeOptions(capacity="auto")` stands for: how many tokens of a rank go to each node."""
-        for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
-            checks.check_int("node_plan", name, number, least=0)
-        checks.check_int("node_plan", "num_experts", num_experts)
-        return topology.plan(self.nodes, num_tokens, top_k, num_experts)
-
     def close(self) -> None:
         """Ends the group and frees its memory. Ops that still run get a `GroupClosedError`. May be called twice."""
         self._close(in_order=True)
@@ -207,6 +199,11 @@ class Group:
         if implementation == "xla":
             return logged(op, "xla", "it was asked for")
         return self._backend.choose(op, implementation, serves_nodes=serves_nodes)
+
+    @property
+    def _ranks(self) -> Ranks:
+        """What kernel calls ask of a group."""
+        return self._backend.ranks
 
     @property
     def _caller(self) -> Caller:

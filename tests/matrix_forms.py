@@ -311,7 +311,7 @@ def layer(form: Form, group: Group) -> Function:
             given.get("weights"),
             experts,
             group=group,
-            shared=shared,
+            shared_experts=shared,
             **options,
         )[0]
 

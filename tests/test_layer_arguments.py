@@ -70,13 +70,19 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
-    ({"shared": (zeros(HIDDEN, 8),) * 3}, r"shared must be a jax_ep\.Experts, got tuple"),
-    ({"shared": Experts(*[zeros(HIDDEN, 8)] * 3)}, r"shared\.down must have shape \[F, H\] = \(8, 16\)"),
+    ({"shared_experts": (zeros(HIDDEN, 8),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
     (
-        {"shared": Experts(*[zeros(HIDDEN, 8, dtype=FLOAT16)] * 3)},
-        r"shared\.gate must be of dtype float32, got float16",
+        {"shared_experts": Experts(*[zeros(HIDDEN, 8)] * 3)},
+        r"shared_experts\.down must have shape \[F, H\] = \(8, 16\)",
     ),
-    ({"shared": Experts(*[zeros(1, HIDDEN, 8)] * 3)}, r"shared\.gate must have shape \[H, F\], got \(1, 16, 8\)"),
+    (
+        {"shared_experts": Experts(*[zeros(HIDDEN, 8, dtype=FLOAT16)] * 3)},
+        r"shared_experts\.gate must be of dtype float32, got float16",
+    ),
+    (
+        {"shared_experts": Experts(*[zeros(1, HIDDEN, 8)] * 3)},
+        r"shared_experts\.gate must have shape \[H, F\], got \(1, 16, 8\)",
+    ),
     ({"capacity": 0}, "capacity must be at least 1, got 0"),
     ({"capacity": True}, "capacity must be an int of rows, .* got bool"),
     ({"capacity": -1.0}, "capacity as a float must be positive and finite, got -1.0"),

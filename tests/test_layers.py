@@ -106,7 +106,7 @@ def test_a_shared_expert_waits_for_no_rows(open_group: OpenGroup, rng: np.random
     layer, case, _ = draw(rng, np.float32)
 
     def body(model: Layer, shared: list[Any], ids: jax.Array) -> jax.Array:
-        return layer_of(group, "ffi", shared=Experts(*shared))(model.tokens, ids, *model[1:])
+        return layer_of(group, "ffi", shared_experts=Experts(*shared))(model.tokens, ids, *model[1:])
 
     traced = jax.make_jaxpr(helpers.per_rank(body, group.mesh))(layer, draw_shared(rng), case.ids)
     (jitted,) = traced.eqns

@@ -154,9 +154,9 @@ def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
 def test_the_plan() -> None:
     """All to all while most tokens need a node; room for a quarter more than expected where few do."""
     with over(2, 2) as group:
-        assert group.node_plan(4096, 8, 256).capacity is None
-        with pytest.raises(ValueError, match=r"^node_plan: num_tokens must be at least 0, got -1"):
-            group.node_plan(-1, 8, 256)
-        few = group.node_plan(4096, 1, 256)
+        assert NodeOptions.plan(group, 4096, 8, 256).capacity is None
+        with pytest.raises(ValueError, match=r"^NodeOptions.plan: num_tokens must be at least 0, got -1"):
+            NodeOptions.plan(group, -1, 8, 256)
+        few = NodeOptions.plan(group, 4096, 1, 256)
         assert few.expected == 2048
         assert few.capacity == 2560

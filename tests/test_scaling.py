@@ -12,7 +12,7 @@ from test_benchmarks import benchmark, rows_of
 from test_nodes import over
 
 from jax_ep import Group, SparseRows, sparse_all_reduce
-from jax_ep.runtime.topology import NodePlan, plan
+from jax_ep.ops.moe.node_options import NodePlan, plan_of as plan
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
 

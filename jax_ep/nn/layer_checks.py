@@ -60,11 +60,11 @@ def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
         )
 
 
-def checked_shared(op: str, tokens: jax.Array, shared: Any) -> Experts:
-    """`shared` with three biases, each may be None."""
-    _names_of(op, "shared", shared)
-    _check_matrices(op, "shared", tokens, shared, "")
-    return dataclasses.replace(shared, biases=shared.biases or NO_BIASES)
+def checked_shared(op: str, tokens: jax.Array, experts: Any) -> Experts:
+    """`experts`, which are `shared_experts`, with three biases, each may be None."""
+    _names_of(op, "shared_experts", experts)
+    _check_matrices(op, "shared_experts", tokens, experts, "")
+    return dataclasses.replace(experts, biases=experts.biases or NO_BIASES)
 
 
 def _names_of(op: str, of: str, experts: Any) -> tuple[str, ...]:

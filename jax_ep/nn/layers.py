@@ -10,9 +10,10 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.ops.moe.arguments import validated
-from jax_ep.ops.moe.experts import ExpertsCall, Product, experts_of_tokens
+from jax_ep.ops.moe.experts import ExpertsCall, ProductFunction, experts_of_tokens
+from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
-from jax_ep.ops.moe.types import MoeStats, NodeOptions
+from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts, split_biases, unit_of, with_bias
 
 
@@ -28,9 +29,9 @@ def moe_mlp(
     precision: Literal["float8", "float8_dgrad"] | None = None,
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
-    shared: Experts | None = None,
+    shared_experts: Experts | None = None,
     weigh_inputs: bool = False,
-    product: Product | None = None,
+    product: ProductFunction | None = None,
     shared_tokens: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[jax.Array, MoeStats]:
@@ -54,9 +55,8 @@ def moe_mlp(
         of rows in float8, in blocks of 128 values (as DeepSeek-V3, 2024). Cotangents then travel to the experts in
         float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products in the dtype
         of `tokens`.
-      shared: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S], [S], [H]
-        in the dtype of `tokens`, the same on all ranks. Concatenate several shared
-        experts along S.
+      shared_experts: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S],
+        [S], [H] in the dtype of `tokens`, the same on all ranks. Concatenate several along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
@@ -87,7 +87,8 @@ def moe_mlp(
     op = "moe_mlp"
     check_group(op, group)
     experts = layer_checks.checked_experts(op, tokens, experts, group, any_matrices=product is not None)
-    shared = None if shared is None else layer_checks.checked_shared(op, tokens, shared)
+    if shared_experts is not None:
+        shared_experts = layer_checks.checked_shared(op, tokens, shared_experts)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
     layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire=wire, nodes=nodes)
@@ -111,9 +112,9 @@ def moe_mlp(
     product = None if product is None else layer_checks.checked_product(op, product)
     call = ExpertsCall(dispatch, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
     out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, *varying)
-    if shared is None:
+    if shared_experts is None:
         return out, stats
-    first_biases, down_bias = split_biases(shared, shared.biases)
-    products = tuple(jnp.dot(tokens, matrix) for matrix in shared.first_matrices)
-    hidden = unit_of(op, shared, "shared")(products, first_biases)
-    return out + with_bias(jnp.dot(hidden, shared.down), down_bias), stats
+    first_biases, down_bias = split_biases(shared_experts, shared_experts.biases)
+    products = tuple(jnp.dot(tokens, matrix) for matrix in shared_experts.first_matrices)
+    hidden = unit_of(op, shared_experts, "shared_experts")(products, first_biases)
+    return out + with_bias(jnp.dot(hidden, shared_experts.down), down_bias), stats

@@ -7,7 +7,7 @@ its own GPU (as in DeepEP's internode kernels).
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,33 +21,7 @@ from jax_ep.runtime import bootstrap, rendezvous
 from jax_ep.runtime.store import store
 from jax_ep.runtime.timeouts import Deadline
 
-MOSTLY = 0.9  # a node that needs this fraction of the tokens is sent all
-SLACK = 1.25  # room for a router that is not quite even
 _FOLDER = "jax_ep/node"  # in the key-value store of jax.distributed
-
-
-class NodePlan(NamedTuple):
-    """How tokens go between nodes.
-
-    Attributes:
-      capacity: tokens that a rank can send to each node; None: each node is sent all, and none can be lost.
-      expected: tokens that a rank has for a node, on average, if every expert is equally likely.
-    """
-
-    capacity: int | None
-    expected: float
-
-
-def plan(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-    """Every node gets all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
-
-    A token needs a node if one of its top_k different experts is there; every expert is equally likely.
-    """
-    other_experts = num_experts - num_experts // max(nodes, 1)
-    not_needed = math.comb(other_experts, top_k) / max(1, math.comb(num_experts, top_k))
-    expected = num_tokens * (1 - not_needed)
-    room = -(-math.ceil(SLACK * expected) // 8) * 8
-    return NodePlan(room if 0 < room < MOSTLY * num_tokens else None, expected)
 
 
 def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:

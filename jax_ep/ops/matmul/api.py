@@ -105,7 +105,7 @@ def ragged_dot(
                 f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
             )
         return by_xla(*operands)
-    return product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
+    return grouped_product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
 def check_operands(op: str, group_offset: Any, **operands: Any) -> None:
@@ -135,7 +135,7 @@ def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax
 
     For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
     """
-    return product("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
+    return grouped_product("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
 
 
 def sum_of_lhs_gradients(
@@ -168,7 +168,7 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Arra
 
     At most one operand may be `GatheredRows`.
     """
-    return product("contracted", AUTO, lhs.dtype, lhs, cotangent, group_sizes)
+    return grouped_product("contracted", AUTO, lhs.dtype, lhs, cotangent, group_sizes)
 
 
 def gated_product(
@@ -270,7 +270,7 @@ def _choose(
     return "pallas" if by_pallas else "xla"
 
 
-def _multiplied(
+def _grouped_product(
     form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
     """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
@@ -291,10 +291,10 @@ def _multiplied(
     return call(left, right, sizes)
 
 
-product = jax.custom_jvp(_multiplied, nondiff_argnums=(0, 1, 2))
+grouped_product = jax.custom_jvp(_grouped_product, nondiff_argnums=(0, 1, 2))
 
 
-@product.defjvp
+@grouped_product.defjvp
 def _product_jvp(
     form: Form, settings: ProductSettings, dtype: Any, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -308,8 +308,8 @@ def _product_jvp(
 
     def forward(residuals: Any, changes: Any) -> jax.Array:
         (left, right, sizes), (d_left, d_right) = residuals, changes
-        by_left = product(form, settings, dtype, inside(left, d_left), right, sizes)
-        return by_left + product(form, settings, dtype, left, inside(right, d_right), sizes)
+        by_left = grouped_product(form, settings, dtype, inside(left, d_left), right, sizes)
+        return by_left + grouped_product(form, settings, dtype, left, inside(right, d_right), sizes)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
         left, right, sizes = residuals
@@ -319,8 +319,8 @@ def _product_jvp(
             "transposed": (("plain", c, right), ("contracted", c, left)),
             "contracted": (("transposed", right, c), ("plain", left, c)),
         }
-        d_left, d_right = (product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
+        d_left, d_right = (grouped_product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
         return home(left, d_left), home(right, d_right)
 
     changes = tuple(parts(d)[0] for d in tangents[:2])
-    return product(form, settings, dtype, *primals), linear(forward, backward, primals, changes)
+    return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, changes)

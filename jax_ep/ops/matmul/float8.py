@@ -43,7 +43,7 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
     """
     dtype = check_operands("float8.dot", lhs, rhs, preferred_element_type, ndim=2)
     one_group = jax.tree.map(lambda x: x[None], rhs)
-    return grouped_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
+    return float8_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
 
 
 def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int) -> np.dtype:
@@ -73,9 +73,7 @@ def check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLik
     return result
 
 
-def grouped_product(
-    dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array
-) -> jax.Array:
+def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
     """The product of checked operands: by the GEMM core on Hopper, elsewhere by XLA from both operands in bfloat16.
 
     XLA's result is off by at most 2^-7 of the sum of the terms' magnitudes.
@@ -113,7 +111,7 @@ def quantized_product(
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
     dtype = np.dtype(dtype or RESULTS[0])
     kept = RESULTS[dtype != RESULTS[0]]
-    return grouped_product(kept, lhs, quantized_weights(rhs), group_sizes).astype(dtype)
+    return float8_product(kept, lhs, quantized_weights(rhs), group_sizes).astype(dtype)
 
 
 def quantized_gated_product(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep._kit.batches import batched_alike
-from jax_ep.ops.matmul.api import Form, ProductSettings, check_operands, product
+from jax_ep.ops.matmul.api import Form, ProductSettings, check_operands, grouped_product
 
 FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
@@ -53,4 +53,4 @@ def ragged_dot_general(
     operands = vary.vary_alike(None, *operands)
     dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
     settings = ProductSettings(precision=precision)
-    return product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
+    return grouped_product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))

@@ -12,7 +12,7 @@ from jax_ep._kit import checks, float8
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
-from jax_ep.ops.matmul.float8 import check_operands, grouped_product, quantized_product
+from jax_ep.ops.matmul.float8 import check_operands, float8_product, quantized_product
 from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, frozen, quantized_weights
 from jax_ep.ops.matmul.rows import gathered_rows
 
@@ -54,14 +54,14 @@ def ragged_dot(
         rhs = quantized_weights(rhs)
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
         rows = lhs if lhs_indices is None else gathered_rows(op, lhs, lhs_indices)
-        return grouped_product(dtype, rows, rhs, groups)
+        return float8_product(dtype, rows, rhs, groups)
     if lhs_indices is not None:
         raise ValueError(f"{op}: lhs_indices must be None unless lhs is Float8Rows, got {checks.describe(lhs_indices)}")
     _check_mixed(op, lhs, rhs)
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return product(dtype, False, lhs, frozen(op, "rhs", rhs), groups)
+    return straight_through_product(dtype, False, lhs, frozen(op, "rhs", rhs), groups)
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
@@ -76,7 +76,7 @@ def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def product(
+def straight_through_product(
     dtype: np.dtype, float8_dgrad: bool, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
     """`ragged_dot` of checked operands. For other families, too.
@@ -87,7 +87,7 @@ def product(
     return quantized_product(lhs, rhs, group_sizes, dtype=dtype)
 
 
-@product.defjvp
+@straight_through_product.defjvp
 def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: Any) -> Any:
     (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
     narrow = lhs.dtype
@@ -107,7 +107,8 @@ def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: An
             return lhs_gradient((float8.quantize_rows(cotangent),), (rhs,), group_sizes, narrow), d_rhs
         return api.lhs_gradient(cotangent, dequantized(rhs, narrow), group_sizes), d_rhs
 
-    return product(dtype, float8_dgrad, *primals), linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
+    tangent = linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
+    return straight_through_product(dtype, float8_dgrad, *primals), tangent
 
 
 def lhs_gradient(

@@ -18,7 +18,8 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, note_shared_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeOptions, NodeRouting, Routing, Wire
+from jax_ep.ops.moe.node_options import NodeOptions
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 

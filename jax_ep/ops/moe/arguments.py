@@ -12,11 +12,11 @@ import numpy as np
 from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group
+from jax_ep.ops.moe.node_options import NodeOptions, plan_of
 from jax_ep.ops.moe.types import (
     Chunks,
     DispatchCall,
     DispatchConfig,
-    NodeOptions,
     NodeRouting,
     Routing,
     Wire,
@@ -158,7 +158,7 @@ def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids
     if isinstance(nodes.capacity, str):
         if nodes.capacity != "auto":
             raise ValueError(f"{op}: nodes.capacity must be an int, 'auto' or None, got {nodes.capacity!r}")
-        return group.node_plan(expert_ids.shape[0], expert_ids.shape[1], num_experts).capacity
+        return plan_of(group.nodes, expert_ids.shape[0], expert_ids.shape[1], num_experts).capacity
     checks.check_int(op, "nodes.capacity", nodes.capacity)
     return nodes.capacity
 

@@ -34,7 +34,7 @@ from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows, quantized_weights
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
-from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, product
+from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, straight_through_product
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
@@ -42,7 +42,7 @@ from jax_ep.ops.moe.in_place import may_land
 from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 
-Product = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
+ProductFunction = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
 
 # The name by which a policy of `jax.checkpoint` keeps the products by gate and up; in the plain chain also the product
@@ -58,7 +58,7 @@ class ExpertsCall(NamedTuple):
     in_float8: bool  # products are in float8; operands are quantized unless they are in float8 already
     float8_dgrad: bool  # products that make cotangents of rows are in float8, too
     weigh_inputs: bool
-    product: Product | None
+    product: ProductFunction | None
 
     @property
     def has_own_derivative(self) -> bool:
@@ -127,7 +127,7 @@ def plain_answers(
         matmul.ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla"
     )
     if call.in_float8:  # rows were dequantized, and are quantized again
-        multiply = partial(product, np.dtype(rows.dtype), call.float8_dgrad)
+        multiply = partial(straight_through_product, np.dtype(rows.dtype), call.float8_dgrad)
     if call.weigh_inputs:
         rows = weighed(rows, routing.by_row(routing.weights, 0))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))

@@ -22,23 +22,6 @@ NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with 
 
 
 @dataclasses.dataclass(frozen=True)
-class NodeOptions:
-    """How tokens travel between the nodes of a group; a group of one node ignores it.
-
-    Attributes:
-      capacity: the most tokens that a rank sends to each node; `on_overflow` says what happens to more. None: all
-        tokens go to all nodes, which is best for few tokens. "auto": None, or room for 5/4 of the tokens that an even
-        router has for a node (`Group.node_plan`).
-      chunks: into how many chunks tokens are cut: one chunk travels inside the nodes while the next travels between
-        them. The `combine` of the dispatch, and the gradients of both, use as many. Results have the same bits with any
-        number. "xla" ignores it.
-    """
-
-    capacity: int | Literal["auto"] | None = None
-    chunks: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
 class DispatchConfig:
     """The static settings of a dispatch, which its routing keeps.
 

@@ -29,8 +29,8 @@ class Gated:
 class Experts:
     """The matrices of a rank's own experts: a pytree, so under `jax.shard_map` the one spec `P(axis_name)` fits it.
 
-    The output of an expert for a row x is (activation(x gate) * (x up)) down. In `moe_mlp(shared=)` all arrays lack
-    the first axis.
+    The output of an expert for a row x is (activation(x gate) * (x up)) down. In `moe_mlp(shared_experts=)` all
+    arrays lack the first axis.
 
     Attributes:
       gate: [E / R, H, F] in the dtype of the tokens, or `Float8Weights` of that shape. None: experts have two matrices,

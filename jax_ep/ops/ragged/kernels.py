@@ -13,7 +13,7 @@ def ragged_all_to_all(group: Group, operand: jax.Array, output: jax.Array, *indi
         operand,
         *indices,
         updated=output,
-        ranks=group._backend.ranks,
+        ranks=group._ranks,
         slices=indices[0].shape[0] // group.size,
         operand_rows=operand.shape[0],
         result_rows=output.shape[0],

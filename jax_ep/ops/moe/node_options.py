@@ -1,0 +1,60 @@
+"""How tokens travel between the nodes of a group."""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+from jax_ep._kit import checks
+from jax_ep.group import Group
+
+MOSTLY = 0.9  # a node that needs this fraction of the tokens is sent all
+SLACK = 1.25  # room for a router that is not quite even
+
+
+class NodePlan(NamedTuple):
+    """How many tokens of a rank go to each node.
+
+    Attributes:
+      capacity: tokens that a rank can send to each node; None: each node is sent all, and none can be lost.
+      expected: tokens that a rank has for a node, on average, if every expert is equally likely.
+    """
+
+    capacity: int | None
+    expected: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOptions:
+    """How tokens travel between the nodes of a group; a group of one node ignores it.
+
+    Attributes:
+      capacity: the most tokens that a rank sends to each node; `on_overflow` says what happens to more. None: all
+        tokens go to all nodes, which is best for few tokens. "auto": None, or room for 5/4 of the tokens that an even
+        router has for a node (`NodeOptions.plan`).
+      chunks: into how many chunks tokens are cut: one chunk travels inside the nodes while the next travels between
+        them. The `combine` of the dispatch, and the gradients of both, use as many. Results have the same bits with any
+        number. "xla" ignores it.
+    """
+
+    capacity: int | Literal["auto"] | None = None
+    chunks: int = 1
+
+    @staticmethod
+    def plan(group: Group, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
+        """What capacity="auto" stands for: T tokens of a rank, each with `top_k` experts of `num_experts`."""
+        for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
+            checks.check_int("NodeOptions.plan", name, number, least=0)
+        checks.check_int("NodeOptions.plan", "num_experts", num_experts)
+        return plan_of(group.nodes, num_tokens, top_k, num_experts)
+
+
+def plan_of(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
+    """Every node gets all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
+
+    A token needs a node if one of its top_k different experts is there; every expert is equally likely.
+    """
+    other_experts = num_experts - num_experts // max(nodes, 1)
+    not_needed = math.comb(other_experts, top_k) / max(1, math.comb(num_experts, top_k))
+    expected = num_tokens * (1 - not_needed)
+    room = -(-math.ceil(SLACK * expected) // 8) * 8
+    return NodePlan(room if 0 < room < MOSTLY * num_tokens else None, expected)
