@@ -28,7 +28,7 @@ def experts_of(
 ) -> tuple[jax.Array, jax.Array, int]:
     """[B, S, D], [B, S, K] twice -> the sums [B, S, D]; the most rows that a rank was sent; how many it has room for.
 
-    A batch that the axes do not divide, as in decoding, is that of all ranks of the group: each has all its tokens.
+    Where the axes do not divide a batch, as in decoding, each rank of the group has all its tokens.
     """
     sizes, own = group.mesh.shape, {group.axis_name} if isinstance(group.axis_name, str) else {*group.axis_name}
     axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
@@ -68,7 +68,7 @@ def maxtext(
     """`RoutedMoE.sparse_matmul` of MaxText 0.2.5: the sums, the balance loss, and the update of the router's bias.
 
     Also sows the rows that a rank received at most, and for how many it has room, as its TransformerEngine path does.
-    `options` are those of `moe_mlp`: capacity, precision="float8", wire.
+    `options` go to `moe_mlp`: capacity, precision="float8", wire.
     """
     moe, config = sys.modules[self.get_topk.__module__], self.config
     weights, ids = self.get_topk(gate_logits, pre_bias_logits, self.rngs, input_ids, forced_routed_experts)

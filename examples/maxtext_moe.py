@@ -2,7 +2,7 @@
 
 `sparse_matmul` takes the steps of MaxText's layer of that name (src/MaxText/layers/moe.py, 2025) where the batch is
 sharded over the axis "expert". Four lines make it one of jax_ep: `import jax_ep`, an open `jax_ep.Group` over the mesh
-and that axis, and the two exchanges, which were those of `jax.lax`. `dispatched_matmul` replaces the sorting and the
+and that axis, and the two exchanges, which were by `jax.lax`. `dispatched_matmul` replaces the sorting and the
 exchange of sizes too.
 
 Both run inside `jax.shard_map`, so arrays are what one device sees: T tokens of D values, K of E experts for each

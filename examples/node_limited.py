@@ -1,6 +1,6 @@
 """A mixture of experts whose tokens visit few nodes: `python -m jax_ep demo-nodes`.
 
-The experts of a node are one group of the router, which chooses among those of the best groups alone (DeepSeek-V3,
+The experts of a node are one group of the router, which chooses experts of the best groups alone (DeepSeek-V3,
 2024). So a token crosses to at most `top_nodes` nodes, and each node needs room for top_nodes / nodes of a device's
 tokens, and a quarter more as no router is quite even. A bias of the choice, nudged after every step, keeps experts
 even, and with them nodes.

@@ -1,6 +1,6 @@
 """Word vectors, trained data-parallel with sparse gradients: `python -m jax_ep demo-sparse`.
 
-Every device draws its own pairs of words. It touches a few hundred rows of the two tables [V, D], and sends only those:
+Every device draws its own pairs of words. It touches a few hundred rows of two tables [V, D], and sends only these:
 `sparse_value_and_grad` gives the gradient as rows, `sparse_all_reduce` adds up the rows of all devices, and a row-wise
 optimizer updates nothing else. All devices keep the same tables, bit by bit.
 """

@@ -59,7 +59,7 @@ def init_params(key: jax.Array, group: jax_ep.Group) -> Params:
 def loss(
     params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
 ) -> jax.Array:
-    """Mean cross-entropy in nats of the last byte of each row of `batch` [ROWS, CONTEXT + 1], given those before it."""
+    """Mean cross-entropy in nats of the last byte of each row of `batch` [ROWS, CONTEXT + 1], given its other bytes."""
     import optax  # here, so that --help needs no extras
 
     def per_device(params: Params, batch: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def difference_from_xla(
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0 if the loss fell and the gradients agreed with those of XLA's own collectives."""
+    """Returns 0 if the loss fell and the gradients agreed with gradients by XLA's own collectives."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo-mlp", description="Train a tensor-parallel MLP.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("info", help="built platforms, devices, links, versions")
     report = commands.add_parser("report", help="merge the flight records of a folder, and name the first divergence")
-    report.add_argument("folder", type=Path, help="that of JAX_EP_DUMP; touch its file `request` for records of a job")
+    report.add_argument("folder", type=Path, help="JAX_EP_DUMP of the job; touch its file `request` for records")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives; --json [FILE] keeps it")
     kinds = bench.add_subparsers(dest="what", required=True)
     for name, text in _BENCHES.items():

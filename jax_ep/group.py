@@ -296,10 +296,10 @@ class NodesBackend(Backend):
 
 
 def check_group(op: str, group: Any) -> None:
-    """What every op asks of its group: it is one, nothing went wrong in it, and its axes are manual here.
+    """Raises unless `group` is a group in which nothing went wrong, and whose axes are manual here.
 
     Raises:
-      TypeError, ValueError: it is no group, or this is no `jax.shard_map` over its mesh.
+      TypeError, ValueError: `group` is no group, or this is no `jax.shard_map` over its mesh.
       JaxEpError: an earlier op of the group failed.
     """
     if not isinstance(group, Group):

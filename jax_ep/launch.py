@@ -132,7 +132,7 @@ _kept: list[Any] = []  # until the process ends
 class _LastToLeave:
     """The coordinator's service, kept until process 0 ends, after all other processes.
 
-    XLA's GPU clients, that of process 0 too, watch the service until their process ends, and log errors if it stops.
+    XLA's GPU clients, also in process 0, watch the service until their process ends, and log errors if it stops.
     """
 
     def __init__(self, service: Any, pipe: int):

@@ -32,8 +32,8 @@ def profile(path: str | Path) -> Iterator[None]:
     zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
     `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
 
-    Records all open groups and those opened inside, under `jax.jit` and in replayed CUDA graphs too; nothing with
-    implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
+    Records all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
+    with implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
     earlier ones were lost. Costs nothing when off.
 
     Await results inside the block (`jax.block_until_ready`): profile awaits nothing, and ops that still run when it
@@ -83,7 +83,7 @@ def group_opened(group: Ranks, native: NativeGroup) -> None:
 
 
 def group_closing(group: Ranks) -> None:
-    """Called before such a group closes."""
+    """Called before a group with kernels closes."""
     with _lock:
         _groups.pop(group, None)
         if _profile is not None and group in _profile.groups:
@@ -167,7 +167,7 @@ def _names(group: Ranks, recording: Recording, pid: int) -> Iterator[dict[str, A
 
 
 def _slices(spans: list[Span], pid: int) -> Iterator[dict[str, Any]]:
-    """A slice per op of a thread, before those of its phases: the outer of two that begin together comes first."""
+    """A slice per op of a thread, before the slices of its phases: the outer of two that begin together comes first."""
     for (cta, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.cta, span.role, span.epoch)):
         phases = list(of_op)
         op = phases[0].op

@@ -52,7 +52,7 @@ def row_tiling(rows: int, columns: int, depth: int, groups: int, products: int, 
 
 
 def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -> Tiling:
-    """For `grouped_outer`: `depth` is that of an average group."""
+    """For `grouped_outer`: `depth` is an average group's."""
     depth = min(32, _power_of_two(pl.cdiv(depth, groups)))
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling(min(128, _power_of_two(rows)), min(64, _power_of_two(columns)), depth, 4)
@@ -88,7 +88,7 @@ def grouped_matmul(
       transpose_rhs: the matrices are [G, N, K].
       activation: "silu", "gelu" or "relu": the result is activation(lhs gate) * (lhs up), of rounded products.
       keep_products: with an activation, return both products, too.
-      dtype: of the results. Default: that of `lhs`.
+      dtype: of the results. Default: the dtype of `lhs`.
       precision: of products in float32, as for `jax.numpy.dot`.
       tiling: default: `row_tiling`.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
@@ -150,7 +150,7 @@ def grouped_outer(
 ) -> jax.Array:
     """Over each group's rows, `lhs` [M, K] transposed times `rhs` [M, N]: [G, K, N].
 
-    The arguments are those of `grouped_matmul`; each operand may be gathered, and the default is `outer_tiling`.
+    Arguments as for `grouped_matmul`; each operand may be gathered, and the default tiling is `outer_tiling`.
     """
     _check_array("lhs", lhs, 2, "[M, K]")
     _check_array("rhs", rhs, 2, "[M, N]")
@@ -222,7 +222,7 @@ class _Rows(NamedTuple):
 
     ref: Any
     at: jax.Array  # within the operand
-    valid: jax.Array  # whether there is such a row, and it is not one of zeros
+    valid: jax.Array  # whether there is a row, and it is not one of zeros
     outside: jax.Array | None  # whether it is a row of NaN
 
     def load(self, columns: jax.Array, width: int) -> jax.Array:

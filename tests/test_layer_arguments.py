@@ -54,7 +54,7 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"gate": None, "up": None}, "experts.gate and experts.up must not both be None"),
     ({"gate": zeros(LOCAL, HIDDEN, 7), "up": None}, r"experts.gate must have shape \[E / R, H, 2 F\] where experts.up"),
     ({"down": zeros(LOCAL, HIDDEN, WIDTH)}, r"experts.down must have shape \[E / R, F, H\]"),
-    ({"biases": 3}, r"experts.biases must be None or those of \(gate, up, down\), got int"),
+    ({"biases": 3}, r"experts.biases must be None or a triple \(gate, up, down\), got int"),
     ({"biases": (None, zeros(1, 3), None)}, r"experts.biases\[1\] must have shape \[E / R, F\] = \(2, 24\)"),
     (
         {"biases": (None, None, zeros(LOCAL, HIDDEN, dtype=np.float64))},

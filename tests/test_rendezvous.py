@@ -123,7 +123,7 @@ def test_another_host(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> 
     hosts = iter(["here", "there"])
     monkeypatch.setattr(bootstrap, "host_identity", lambda: next(hosts))
     for each in [processes.start(me, PAIR) for me in (0, 1)]:
-        with pytest.raises(PlatformError, match="must be of one host, those of processes"):
+        with pytest.raises(PlatformError, match="must be on one host, but the devices of processes"):
             each.result(TIMEOUT)
 
 

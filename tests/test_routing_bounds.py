@@ -210,7 +210,7 @@ def test_replicated(native: None, open_group: OpenGroup, rng: np.random.Generato
     for options in ({}, {"check_vma": False}):
         with pytest.raises(ValueError, match=r"^combine: routing\.row_of must have shape \[R, T, K\] = \(2, 12, 3\)"):
             run(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out.routing), **options)
-    with pytest.raises(ValueError, match=r"^combine: routing\.targets must be that of each rank, got the same on all"):
+    with pytest.raises(ValueError, match=r"^combine: routing\.targets must differ by rank, got the same on all"):
         run(jax.tree.map(lambda x: x[0], out.routing))
 
 

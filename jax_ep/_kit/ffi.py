@@ -29,7 +29,7 @@ TMA_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants lines of a multiple of this ma
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
-_INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # parts of it where it is installed, but its users
+_INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # in an installed jax_ep; its users
 
 
 def library_name(device: Any) -> str:
@@ -53,7 +53,7 @@ def built_platforms() -> tuple[str, ...]:
 
 
 def loaded_libraries() -> list[ModuleType]:
-    """Also those of another version, which `library` refuses."""
+    """Also libraries of another version, which `library` refuses."""
     names = (f"_jax_ep_{platform}" for platform in PLATFORMS)
     return [sys.modules[name] for name in names if name in sys.modules]
 

@@ -1,7 +1,7 @@
 """float8_e4m3fn with a float32 scale per block: 128 values of a row, or 128 x 128 of a matrix of weights.
 
 Arrays hold the bits of the values as uint8, also in FFI calls. `jax.checkpoint` applies
-`reduce_precision(exponent_bits=4, mantissa_bits=3)` to every float that it keeps. XLA takes that for a format whose
+`reduce_precision(exponent_bits=4, mantissa_bits=3)` to every float that it keeps. XLA takes this for a format whose
 largest number is 240, so the 448 of each block would become NaN. JAX leaves integers alone.
 
 Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8

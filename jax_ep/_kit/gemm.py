@@ -40,7 +40,7 @@ def pallas_platforms() -> tuple[str, ...]:
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:
     """Whether the GEMM core computes a grouped product as two halves of its contraction, and adds them at the end.
 
-    The kernel of gated units never splits the contraction, so its products have other bits than such a product.
+    The kernel of gated units never splits the contraction, so its products have other bits than split ones.
     """
     sms = max(device.core_count for device in jax.local_devices(backend="cuda"))
     return ffi.library("cuda").splits_contraction(m, n, k, groups, sms)

@@ -35,7 +35,7 @@ def vary_alike(axis_name: AxisName | None, *operands: Any) -> tuple[Any, ...]:
 def result_type(
     shape: tuple[int, ...], dtype: Any, like: jax.Array, unvarying: frozenset[str] = frozenset()
 ) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies over the axes of `like`, except those of `unvarying`.
+    """The type of a result that varies over the axes of `like` without `unvarying`.
 
     A plain result counts as unvarying.
     """

@@ -1,7 +1,7 @@
 """What keeps experts evenly loaded and logits small: losses, a bias that learns, and counts to look at.
 
-With `axis_name`, a mesh axis or a tuple of them, a function is called inside `jax.shard_map`, and its result is that of
-the tokens of all devices along it, the same on each; without, that of the tokens that it was given.
+With `axis_name`, a mesh axis or a tuple of them, a function is called inside `jax.shard_map`. Its result is for the
+tokens of all devices along the axis, and is the same on each. Without, it is for the tokens that the function gets.
 """
 
 import math
@@ -19,7 +19,7 @@ Score = Literal["softmax", "sigmoid"]
 
 
 def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
-    """[E] int32: the assignments [T, K] of each expert; those to ids outside [0, E) do not count."""
+    """[E] int32: the assignments [T, K] of each expert. Ids outside [0, E) do not count."""
     op = "expert_load"
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
     checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
@@ -35,12 +35,13 @@ def balance_loss(
     """E times the sum over experts of (fraction of the assignments) * (mean probability): 1 when both are even.
 
     The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
-    It is no mean over tokens: the loss of a whole batch needs `axis_name`, and the mean of the losses of ranks, or of
-    sequences by `jax.vmap`, asks for each of them to be even.
+    It is no mean over tokens: the loss of a whole batch needs `axis_name`. A mean over the losses of ranks asks
+    each rank to be even, and a mean over sequences (`jax.vmap`) each sequence.
 
     Args:
       logits: [T, E].
-      expert_ids: [T, K]; those outside [0, E) are skipped, and a token that has no others, as padding, does not count.
+      expert_ids: [T, K]. Ids outside [0, E) are skipped. A token of which all ids are skipped, as padding, does not
+        count.
       score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
@@ -77,7 +78,7 @@ def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | No
 
 
 def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-3) -> jax.Array:
-    """The bias [E] of the next step: `rate` up for experts below the mean load, down for those above.
+    """The bias [E] of the next step: `rate` up for experts below the mean load, `rate` down for experts above.
 
     Balance without an auxiliary loss (Wang et al., 2024; DeepSeek-V3).
 

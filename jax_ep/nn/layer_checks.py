@@ -1,4 +1,4 @@
-"""The checks of the arguments of `moe_mlp`, besides those of a dispatch."""
+"""The checks of the arguments that `moe_mlp` has and `dispatch` has not."""
 
 import dataclasses
 import functools
@@ -115,7 +115,7 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
     if biases is None:
         return
     if not isinstance(biases, tuple | list) or len(biases) != 3:
-        raise TypeError(f"{op}: {of}.biases must be None or those of (gate, up, down), got {checks.describe(biases)}")
+        raise TypeError(f"{op}: {of}.biases must be None or a triple (gate, up, down), got {checks.describe(biases)}")
     for i, (bias, (shape, layout)) in enumerate(zip(biases, (inner, inner, outer), strict=True)):
         if bias is not None:
             checks.check_array(op, f"{of}.biases[{i}]", bias, layout, tokens.dtype, shape=shape)
@@ -160,7 +160,7 @@ def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: G
             raise ValueError(f"{op}: {name} must be None where shared_tokens is true, got {value!r}")
     if group.size > 1 and vary.tracks_varying(group.axis_name) and vary.varies(tokens, group.axis_name):
         raise ValueError(
-            f"{op}: tokens must be the same on all ranks where shared_tokens is true, got those of each rank: "
+            f"{op}: tokens must be the same on all ranks where shared_tokens is true, got tokens that differ by rank: "
             f"take {group.axis_name!r} out of their in_specs"
         )
 

@@ -59,8 +59,8 @@ def moe_mlp(
         [S], [H] in the dtype of `tokens`, the same on all ranks. Concatenate several along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
-        for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis is
-        that of the rank's experts. Rows after the last group are zero, and their products are ignored.
+        for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis
+        counts the rank's experts. Rows after the last group are zero, and their products are ignored.
       shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
         `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
         are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire` and `nodes`.

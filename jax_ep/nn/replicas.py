@@ -1,11 +1,11 @@
-"""Replicas of busy experts: a plan made of loads on the host, ids that follow it, and matrices that do.
+"""Replicas of busy experts: a plan, made of loads on the host; ids and matrices that follow the plan.
 
     plan = plan_replicas(load, num_ranks=8, num_slots=288)
     slots = physical_ids(expert_ids, plan)  # in jax.shard_map, as all that follows
     out, stats = moe_mlp(tokens, slots, weights, replicate(experts, plan, group=group), group=group)
 
-A plan is numpy: make one from time to time, and hand it to a jitted function as an argument. All plans of as many
-experts and slots have one shape, so a new one compiles nothing. Only the layer sees slots: parameters, optimizers and
+A plan is numpy: make one from time to time, and hand it to a jitted function as an argument. Plans of equal numbers of
+experts and slots have one shape, so a new plan compiles nothing. Only the layer sees slots: parameters, optimizers and
 checkpoints hold experts.
 """
 

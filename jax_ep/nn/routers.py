@@ -152,11 +152,11 @@ def round_tokens(
 
     Args:
       routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count.
-      multiple: 128 rows are a tile of products in float8, twice the step of weight gradients, and eight times that of
-        products in 16 bits.
+      multiple: 128 rows are a tile of products in float8. Gradients of matrices take steps of 64 rows, and products in
+        16 bits steps of 16.
       renormalize: as for the router: the weights that a token keeps are scaled to the sum that it had before.
-      axis_name: an axis of the mesh, or a tuple of them: counts are those of the tokens of all devices along it, as an
-        expert gets them. Without, those of `routed` alone.
+      axis_name: an axis of the mesh, or a tuple of them: the tokens of all devices along it are counted. Without, only
+        the tokens of `routed`.
 
     Returns:
       ids [T, K], -1 where an expert does not take the token, and their weights, 0 there; differentiable in the weights.

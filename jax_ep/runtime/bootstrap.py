@@ -155,7 +155,7 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
     """Connects to the listener of `peer`: a blocking connection that keeps messages apart; the caller closes it.
 
     Args:
-      secret: that of the listener.
+      secret: the listener's.
       process: the number of this process.
       peer: the number of the process that listens.
       payload: bytes for the peer.

@@ -1,7 +1,7 @@
 """Heartbeats in the key-value store of jax.distributed: each says that a process lives, and which groups it has.
 
 A process that has a group across nodes writes its heartbeat under its own key several times a second: a count, and its
-part of each such group. It reads the heartbeats of all others.
+part of each group. It reads the heartbeats of all others.
 """
 
 import contextlib

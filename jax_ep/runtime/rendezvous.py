@@ -229,7 +229,7 @@ class _Participants:
         for process in self._neighbours:
             if left.get(f"host/{process}", self._host) != self._host:
                 raise PlatformError(
-                    f"Group: the devices of a line must be of one host, those of processes {self._me} and {process} "
+                    f"Group: a line must be on one host, but the devices of processes {self._me} and {process} "
                     "are not (or are in containers with networks of their own)"
                 )
         return left.get(f"secret/{self.leader}")

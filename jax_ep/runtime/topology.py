@@ -63,9 +63,9 @@ def _node_and_rank(ranks: Sequence[int], inside: int) -> str:
 def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: Deadline) -> bool:
     """Whether a group along `axis_name` crosses nodes.
 
-    `wanted` decides if it is given. Otherwise a group does if some line along all axes has several nodes, and no line
-    along the last axis has. With `wanted=None`, several axes and GPUs of several processes, every process must call it:
-    it waits for all.
+    `wanted` decides if it is given. Otherwise a group crosses nodes if some line along all axes has several nodes, and
+    every line along the last axis has one. With `wanted=None`, several axes and GPUs of several processes, every
+    process must call it: it waits for all.
 
     Raises:
       TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.

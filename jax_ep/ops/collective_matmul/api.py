@@ -35,7 +35,7 @@ def matmul_all_reduce(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to
     `preferred_element_type`, and summed in float32 in rank order by one rank per row: all ranks get the same bits, on
-    every run. With `check_vma` the result does not vary over the axis, and has the gradient, like that of
+    every run. With `check_vma` the result does not vary over the axis, and gradients are as for
     `jax.lax.psum`. Cotangents are rounded to the dtype of the operands.
 
     Args:

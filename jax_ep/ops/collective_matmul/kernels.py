@@ -37,7 +37,7 @@ def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.A
 
 
 def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[M, K], [K, N] (or [N, K], to be transposed) -> the rows of all ranks times rhs [R M, N], and those rows."""
+    """[M, K], [K, N] (or [N, K], to be transposed) -> all ranks' rows times rhs [R M, N], and all ranks' rows."""
     called = ffi.call(
         "gather_matmul",
         lhs,

@@ -65,7 +65,7 @@ def ragged_dot(
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       precision, out_sharding: as in `jax.lax.ragged_dot`.
       group_offset: must be None.
-      preferred_element_type: the dtype of the result; default: that of `lhs` and `rhs`.
+      preferred_element_type: the dtype of the result; default: the dtype of `lhs` and `rhs`.
       lhs_indices: [M] integers: the rows of `lhs`, each any number of times. -1 is a row of zeros, any other index out
         of bounds a row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and
         rounded once.
@@ -181,7 +181,7 @@ def gated_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
 
-    For other families. The operands must vary over the same mesh axes. The derivative is that of `composed`.
+    For other families. The operands must vary over the same mesh axes. The derivative is the derivative of `composed`.
 
     Args:
       activation: "silu", "gelu" or "relu"; the GEMM core computes them with XLA's bits.
@@ -207,7 +207,7 @@ def gated_product(
 
 
 def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, whose derivative is that of the same function by XLA."""
+    """`call`, with the derivative of the same function by XLA."""
     product = jax.custom_jvp(call)
     product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(by_xla, primals, tangents)[1]))
     return product

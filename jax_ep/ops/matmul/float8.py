@@ -1,6 +1,6 @@
 """Products of float8 operands, by DeepGEMM's recipe. They have no gradient; straight_through.py has products with one.
 
-Tensor cores add up 128 terms of the contraction. Each such sum is scaled, and accumulated in float32.
+Tensor cores add up 128 terms of the contraction. Each sum of 128 terms is scaled, and accumulated in float32.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def quantized_product(
     """The product of operands; arrays are quantized first. It has no gradient.
 
     Args:
-      dtype: of the result; None: that of `lhs`, or bfloat16 if `lhs` is in float8.
+      dtype: of the result; None: the dtype of `lhs`, or bfloat16 if `lhs` is in float8.
     """
     if not isinstance(lhs, Float8Rows):
         dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)

@@ -61,7 +61,7 @@ def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def sum_rows(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
-    """[C, K], int32 [C] -> [count, K]: the sum of the rows with each index, those outside [0, count) left out.
+    """[C, K], int32 [C] -> [count, K]: the sum of the rows with each index. Indices outside [0, count) are left out.
 
     In float32 in the order of the rows, and rounded once: equal operands give equal bits, as a scatter-add may not.
     """

@@ -30,15 +30,15 @@ def ragged_dot(
     Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. Quantizing
     weights reads more bytes than the product, so quantize constant weights once, by `quantize_weights`.
 
-    Gradients of arrays are those of `jax_ep.lax.ragged_dot`, without rounding (the straight-through estimator: Bengio
+    Gradients of arrays are as by `jax_ep.lax.ragged_dot`, without rounding (the straight-through estimator: Bengio
     et al., 2013). Operands given in float8 have no gradient. With `Float8Rows`, `rhs` has no gradient either.
 
     Args:
       lhs: [M, K] bfloat16, float16 or float32 rows, the rows of a group next to each other; or `Float8Rows`.
       rhs: [G, K, N] in the dtype of `lhs`, a matrix per group, K and N multiples of 128; or `Float8Weights`.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
-      preferred_element_type: the dtype of the result; default: that of `lhs`. For `Float8Rows`: bfloat16, the default,
-        or float32.
+      preferred_element_type: the dtype of the result; default: the dtype of `lhs`. For `Float8Rows`: bfloat16, the
+        default, or float32.
       lhs_indices: [M] integers, for `Float8Rows` alone: as in `jax_ep.lax.ragged_dot`.
 
     Returns:

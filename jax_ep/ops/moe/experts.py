@@ -95,7 +95,7 @@ def experts_of_tokens(
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
     """Whether unused rows are zeroed. Our kernels, and XLA on CPUs, do not read unused rows. Libraries that XLA calls
-    on old GPUs may add them to the last group, and `jax.debug_nans` looks at all rows."""
+    on old GPUs may add unused rows to the last group, and `jax.debug_nans` looks at all rows."""
     others_multiply = call.dispatch.group.platform != "cpu" and not (gemm.has_gemm() or gemm.pallas_platforms())
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 

@@ -49,7 +49,7 @@ class NodeOptions:
 
 
 def plan_of(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-    """Every node gets all tokens, unless few tokens need it: then there is room for 5/4 of the expected number.
+    """Room for 5/4 of the tokens that are expected to need a node; or None if that is nearly all tokens.
 
     A token needs a node if one of its top_k different experts is there; every expert is equally likely.
     """

@@ -25,7 +25,7 @@ def sums_of_shared_tokens(
 ) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
 
-    A rank takes the rows of its own experts. The sums are float32 until those of all ranks are added up. In a group of
+    A rank takes the rows of its own experts. Sums stay float32 until the sums of all ranks are added up. In a group of
     one rank this is the plain layer.
     """
     group, config = call.dispatch.group, call.dispatch.config

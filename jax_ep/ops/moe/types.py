@@ -64,8 +64,8 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How a rank cuts the tokens that it received: those of each node into `number` chunks, or into chunks of one token
-    if a node has fewer tokens."""
+    """How a rank cuts the tokens that it received from each node: into `number` chunks, or into chunks of one token if
+    there are fewer tokens."""
 
     nodes: int = 1
     number: int = 1
@@ -76,7 +76,7 @@ class Chunks(NamedTuple):
         return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
 
     def cut(self, routing: "Routing") -> "list[Routing]":
-        """The routing of each chunk's tokens; `counts` remains that of all tokens."""
+        """The routing of each chunk's tokens; `counts` still counts all tokens."""
         tokens, top_k = routing.targets.shape[0] // self.nodes, routing.targets.shape[1]
         if len(slices := self.slices(tokens)) == 1:
             return [routing]
@@ -147,7 +147,7 @@ class Routing:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """[E / R] int32, those of the dispatch: rows of each local expert, padding included, within the capacity."""
+        """[E / R] int32, as the dispatch returned: rows of each local expert, with padding, within the capacity."""
         alignment, capacity = self.config.alignment, self.config.capacity
         rows = self.counts.sum(axis=0, dtype=jnp.int32)
         if self.config.drop:
@@ -209,7 +209,7 @@ class Routing:
             leaf = getattr(self, name, None)
             if leaf is not None and not vary.varies(leaf, axis_name):
                 raise ValueError(
-                    f"{op}: routing.{name} must be that of each rank, got the same on all: pass the routing through "
+                    f"{op}: routing.{name} must differ by rank, got the same on all: pass the routing through "
                     f"jax.shard_map by P({axis_name!r}), in and out"
                 )
 

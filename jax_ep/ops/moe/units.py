@@ -64,7 +64,7 @@ class Experts:
 
 
 def split_biases(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """The biases of the first products of `experts`, and that of down; or their tangents."""
+    """The biases of the first products of `experts`, and the bias of down; or their tangents."""
     return (biases[1:2] if experts.gate is None else biases[:2]), biases[2]
 
 

@@ -91,7 +91,7 @@ def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
 def routing_of(
     placed: Layout, weights: jax.Array, me: jax.Array | int, config: DispatchConfig, expert_ids: jax.Array
 ) -> Routing:
-    """The routing of rank `me`. `expert_ids` are those of this rank, `weights` [R, T, K] those of all ranks."""
+    """The routing of rank `me`, from its `expert_ids` [T, K] and the `weights` [R, T, K] of all ranks."""
     row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
     row_of = jnp.where(owner == me, row, -1)
     targets = jnp.where(row >= 0, owner * config.capacity + row, -1)

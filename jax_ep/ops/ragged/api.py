@@ -151,7 +151,7 @@ def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.n
 
 
 def _among_all(axis_name: AxisName, parts: np.ndarray, *indices: jax.Array) -> tuple[jax.Array, ...]:
-    """The offsets or sizes among all ranks, from those among the ranks of a part. Slices for other parts are empty."""
+    """Offsets or sizes among the ranks of a part, as they are among all ranks. Slices for other parts are empty."""
     size, of_part = parts.shape
     members = jnp.asarray(parts)[jax.lax.axis_index(axis_name)]
     each = indices[0].shape[0] // of_part

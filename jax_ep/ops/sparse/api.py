@@ -44,7 +44,8 @@ def sparse_all_reduce(
 
     Args:
       rows: N entries of this rank, with the same N, D, dtype and `num_rows` on all ranks. Ids may be in any order, with
-        duplicates. Ids outside [0, num_rows) are ignored; those among the first `rows.count` are counted.
+        duplicates. Ids outside [0, num_rows) are ignored, and counted if they are among the first
+        `rows.count`.
       group: the open group of the ranks.
       capacity: C, the rows of the result.
       op: "sum"; "mean", the sum divided by the number of ranks; or "mean_by_count", the sum of a row divided by the
@@ -61,7 +62,7 @@ def sparse_all_reduce(
 
     Returns:
       C entries in the dtypes of `rows`. The first `count` are rows; the others are padding, with id `num_rows` and zero
-      values. `ignored` counts entries of all ranks and `dropped` counts ids, both on top of those in `rows`.
+      values. `ignored` counts entries of all ranks and `dropped` counts ids, in addition to the counts in `rows`.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -89,7 +90,7 @@ def sparse_all_reduce(
         values = _reduce(group, config, rows.values, union_here)
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
-    if not config.drop and not (native and group.intranode is None):  # those kernels report it
+    if not config.drop and not (native and group.intranode is None):  # kernels of one node report it
         values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
     values = agreement.leave(values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]

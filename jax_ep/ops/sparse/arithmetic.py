@@ -71,7 +71,7 @@ def scale(tree: T, factor: Scalar) -> T:
 def global_norm(tree: Tree) -> jax.Array:
     """float32 scalar: the Euclidean norm of all rows and arrays of `tree`. Entries of the same row are added up first.
 
-    Where ranks hold different rows (`sparse_all_reduce(sharded=True)`, `sharded_lookup`), the norm of all of them is
+    Where ranks hold different rows (`sparse_all_reduce(sharded=True)`, `sharded_lookup`), the norm over all ranks is
     `jnp.sqrt(jax.lax.psum(global_norm(tree) ** 2, axis_name))`.
 
     Raises:

@@ -17,7 +17,7 @@ T = TypeVar("T")  # a pytree
 Value = TypeVar("Value", covariant=True)  # what a loss returns
 Gradient = TypeVar("Gradient", covariant=True)
 Combiner = Literal["sum", "mean", "sqrtn"]
-WithFurther: TypeAlias = tuple[SparseRows, *tuple[Any, ...]]  # the gradient of a table, and those of `argnums`
+WithFurther: TypeAlias = tuple[SparseRows, *tuple[Any, ...]]  # the gradients of a table and of `argnums`
 
 
 class ValueAndGrad(Protocol[Value, Gradient]):
@@ -57,7 +57,7 @@ def sharded_lookup(
 
     Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
     and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`; the
-    gradient is dense, unlike that of `sparse_value_and_grad(group=...)`.
+    gradient is dense; `sparse_value_and_grad(group=...)` has sparse ones.
 
     Args:
       table: [B, D] bfloat16, float16 or float32; B is the same on all ranks, so pad a table to a multiple of R rows.
@@ -136,10 +136,10 @@ def sparse_value_and_grad(
 
     Inside `jax.shard_map`, `loss` is the loss of one rank, and the gradient is this rank's part: let
     `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss. The gradients
-    of `argnums` are those of `jax.grad` there, which sums them over the ranks if check_vma=True.
+    of `argnums` are as by `jax.grad` there, which sums them over the ranks if check_vma=True.
 
-    With `group`, tables are sharded over its ranks as in `sharded_lookup`. Their gradients are those of the sum of all
-    ranks' losses for the rows of this rank, so nothing remains to be added up; `scale` makes means of them.
+    With `group`, tables are sharded over its ranks as in `sharded_lookup`. A rank gets the gradient of
+    the sum of all ranks' losses by its own rows, so nothing remains to be added up; `scale` makes a mean of it.
 
     Args:
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
@@ -153,7 +153,7 @@ def sparse_value_and_grad(
       entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries, of row ids in [0, B).
       With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
       `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
-      the gradient that of `table`, and a table's entries come one array of ids after the other.
+      the gradient has the structure of `table`, and a table's entries come one array of ids after the other.
 
     Raises:
       ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
@@ -188,7 +188,7 @@ def sparse_value_and_grad(
 
 
 def stacked_ids(ids: T, num_rows: Tree) -> T:
-    """Ids of several tables as ids of one table that holds them one below the other, in the order of the tree.
+    """Ids of several tables as ids of one table, in which the tables lie one below the other, in the order of the tree.
 
     So one lookup, one exchange and one optimizer serve all tables of one width D.
 

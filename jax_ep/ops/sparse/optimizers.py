@@ -119,7 +119,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
 
 
 def apply_updates(table: T, updates: Tree) -> T:
-    """Adds the rows of `updates` to those of the table [V, D], in the table's dtype; duplicates add up.
+    """Adds the rows of `updates` to a table [V, D], in the table's dtype; duplicates add up.
 
     Raises:
       ValueError: the table has not the shape that the updates were made for.
@@ -138,7 +138,7 @@ def apply_updates(table: T, updates: Tree) -> T:
 def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[Any, bool]]]:
     """The structure of the state of a table, and of each leaf its shape and whether it has a row per row of the table.
 
-    A leaf is by row if its height follows that of the table: `init` is traced for tables of V and of V + 1 rows.
+    A leaf has a row per row if its height follows the table's: `init` is traced for tables of V and of V + 1 rows.
     """
     tables = (jax.ShapeDtypeStruct((height + more, width), jnp.float32) for more in (0, 1))
     here, taller = (jax.tree.flatten(jax.eval_shape(optimizer.init, table)) for table in tables)

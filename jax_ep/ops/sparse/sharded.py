@@ -20,7 +20,7 @@ class Entries(NamedTuple):
       indices: [N] row ids; outside the table where none is read.
       used: int32 scalar. Entries beyond it are padding.
       dropped: int32 scalar. This rank's ids that found no room at their owners.
-      rows_of_ids: a function from rows [N, D] of the entries to those that the lookup returns.
+      rows_of_ids: a function from the rows [N, D] of the entries to the rows that the lookup returns.
     """
 
     indices: jax.Array

@@ -117,7 +117,7 @@ class SparseRows:
         return jnp.sum(self._counted & ~self.present, dtype=jnp.int32)
 
     def check(self, op: str) -> None:
-        """Raises ValueError or TypeError, naming `op`, unless shapes and dtypes are those of sparse rows."""
+        """Raises ValueError or TypeError, naming `op`, unless shapes and dtypes fit."""
         checks.check_array(op, "indices", self.indices, "[N]", INDEX_DTYPES)
         checks.check_array(op, "values", self.values, "[N, D]", checks.TOKEN_DTYPES)
         if self.values.shape[0] != self.indices.shape[0]:

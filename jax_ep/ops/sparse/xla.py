@@ -56,7 +56,7 @@ def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: 
 
 
 def places_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
-    """[N] int32: the place of each entry of this rank, in their own order; 2**31 - 1 if it stands for no row."""
+    """[N] int32: the place of each entry of this rank, in the order of the entries; 2**31 - 1 for no row."""
     places = union.places[jax.lax.axis_index(axis_name)]
     return jnp.where(places < union.bounds[-1], places, 2**31 - 1)
 
