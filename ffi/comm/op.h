@@ -315,9 +315,10 @@ class Op {
     store_release(&signal_pad->epoch, epoch);
   }
 
-  // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits for the peers'
-  // acknowledgements. A peer that has begun the op may be about to write here, and gets a longer grace. Other peers
-  // will see their abort word first.
+  // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits until no peer writes here
+  // any more. A peer that has begun the op may be about to write, and gets a longer grace. Other peers will see their
+  // abort word first. A peer that has ended the op writes no more, and perhaps never launches the next kernel, which
+  // would acknowledge.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&signal_pad->abort);
@@ -329,7 +330,12 @@ class Op {
     uint64_t spent = 0;
     each_rank([&](int rank) {
       const uint64_t grace = load_acquire(&signal_pad->posted[rank]) >= first_stamp() ? kBegunGraceNs : kGraceNs;
-      spent += spin_until(&signal_pad->acknowledged[rank], 1, &signal_pad->never, grace < spent ? 0 : grace - spent).ns;
+      while (spent < grace && load_acquire(&comm.signal_pads[rank]->epoch) < epoch) {
+        const uint64_t left = grace - spent, pause = left < kGraceLookNs ? left : kGraceLookNs;
+        const Waited waited = spin_until(&signal_pad->acknowledged[rank], 1, &signal_pad->never, pause);
+        spent += waited.ns;
+        if (waited.status == Status::ok) break;
+      }
     });
     coop.sync();
   }
@@ -341,6 +347,7 @@ class Op {
   }
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
+  static constexpr uint64_t kGraceLookNs = 1'000'000;  // between two looks at a peer's epoch
   const uint64_t stamp_;
   const OpKind kind_;
   Track* const track_;

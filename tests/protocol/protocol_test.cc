@@ -41,6 +41,9 @@ TEST_CASE("combine: a row out of bounds is not read and is reported by every ran
 TEST_CASE("specs: an op posts what its spec marks") { posts_what_specs_mark(); }
 
 TEST_CASE("errors: all ranks learn of an error at one call") { all_ranks_are_told_at_one_call(); }
+TEST_CASE("errors: a rank that gives up waits for nobody who has ended the op") {
+  a_rank_that_has_ended_the_op_is_not_awaited();
+}
 TEST_CASE("errors: the next execution notices a failure by itself") { an_execution_notices_by_itself(); }
 TEST_CASE("errors: a report that is read while it is written is whole") { reports_are_whole(200'000); }
 TEST_CASE("errors: ranks at different ops are named") {
