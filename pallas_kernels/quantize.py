@@ -8,21 +8,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .varying import result_type
+from .varying import result_type, vary_alike
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
 
 
 def quantize_matrices(
-    matrices: jax.Array, *, transpose: bool = True, interpret: bool = False
+    *matrices: jax.Array, transpose: bool = True, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Each value over the scale of its block; the scale makes the block's largest magnitude 448.
 
     A program reads a block once. A block of zeros has the scale 1. One with a NaN or an infinity becomes NaN.
 
     Args:
-      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128.
+      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128. Several, alike, count as one
+        [G, K, N + N + ...].
       transpose: the results are of the transposed matrices.
       interpret: run without a GPU.
 
@@ -30,28 +31,38 @@ def quantize_matrices(
       [G, N, K] uint8, the bits of float8_e4m3fn, and [G, N / 128, K / 128] float32, the scales; with transpose=False
       [G, K, N] and [G, K / 128, N / 128].
     """
-    groups, k, n = matrices.shape
-    shape = (groups, n, k) if transpose else (groups, k, n)
-    grid = (n // BLOCK, k // BLOCK, groups)
+    groups, k, n = matrices[0].shape
+    rows, columns = k // BLOCK, n // BLOCK  # blocks of each matrix
+    shape = (len(matrices) * columns, rows) if transpose else (rows, len(matrices) * columns)
 
-    def block(sizes: tuple[int, int], swapped: bool) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *sizes), lambda n, k, g: (g, n, k) if swapped else (g, k, n))
+    def operand(i: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, BLOCK, BLOCK), lambda n, k, g: (g, k, jnp.clip(n - i * columns, 0, columns - 1)))
 
+    def result(*block: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *block), lambda n, k, g: (g, n, k) if transpose else (g, k, n))
+
+    matrices = vary_alike(*matrices)
     return pl.pallas_call(
-        partial(_quantize_block, transpose=transpose),
+        partial(_quantize_block, columns=columns, transpose=transpose),
         out_shape=(
-            result_type(shape, jnp.uint8, matrices),
-            result_type((groups, shape[1] // BLOCK, shape[2] // BLOCK), jnp.float32, matrices),
+            result_type((groups, *(BLOCK * blocks for blocks in shape)), jnp.uint8, matrices[0]),
+            result_type((groups, *shape), jnp.float32, matrices[0]),
         ),
-        grid=grid,
-        in_specs=[block((BLOCK, BLOCK), False)],
-        out_specs=(block((BLOCK, BLOCK), transpose), block((1, 1), transpose)),
+        grid=(len(matrices) * columns, rows, groups),
+        in_specs=[operand(i) for i in range(len(matrices))],
+        out_specs=(result(BLOCK, BLOCK), result(1, 1)),
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret,
-    )(matrices)
+    )(*matrices)
 
 
-def _quantize_block(matrix: Any, bits: Any, scale: Any, *, transpose: bool) -> None:
+def _quantize_block(*refs: Any, columns: int, transpose: bool) -> None:
+    *matrices, bits, scale = refs
+    for i, matrix in enumerate(matrices):
+        pl.when(pl.program_id(0) // columns == i)(partial(_quantize, matrix, bits, scale, transpose))
+
+
+def _quantize(matrix: Any, bits: Any, scale: Any, transpose: bool) -> None:
     values = matrix[...].astype(jnp.float32)
     # Magnitudes have the order of their bits, and NaN the largest.
     magnitudes = jax.lax.bitcast_convert_type(jnp.abs(values), jnp.int32)

@@ -63,14 +63,16 @@ def test_matrices_of_groups_without_rows_are_zero(rng: np.random.Generator) -> N
     assert np.asarray(out[0]).any()
 
 
+@pytest.mark.parametrize("number", [1, 3])
 @pytest.mark.parametrize("transpose", [True, False])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
-def test_quantized_matrices(dtype: np.dtype, transpose: bool, rng: np.random.Generator) -> None:
+def test_quantized_matrices(dtype: np.dtype, transpose: bool, number: int, rng: np.random.Generator) -> None:
     matrices = (rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))).astype(dtype)
     matrices[1, :128, 128:256] = 0
     spoiled = matrices.copy()
     spoiled[2, 130, 7] = np.nan
-    bits, scales = helpers.fetch(quantize_matrices(jnp.asarray(spoiled), transpose=transpose, interpret=INTERPRET))
+    given = [jnp.asarray(x) for x in np.split(spoiled, number, axis=2)]
+    bits, scales = helpers.fetch(quantize_matrices(*given, transpose=transpose, interpret=INTERPRET))
     found = bits.view(jnp.float8_e4m3fn).astype(np.float32) * np.repeat(np.repeat(scales, 128, axis=1), 128, axis=2)
     found = found.swapaxes(1, 2) if transpose else found
     assert np.isnan(found[2, 128:, :128]).all()
@@ -82,7 +84,7 @@ def test_quantized_matrices(dtype: np.dtype, transpose: bool, rng: np.random.Gen
 def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
         if name == "quantize":
-            return quantize_matrices(rhs)
+            return quantize_matrices(rhs, rhs)
         if name == "outer":
             return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
         if name == "rows":

@@ -122,7 +122,4 @@ def lhs_gradient(
     For other families, too. It has no gradient.
     """
     rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *cotangents)
-    weights = jax.tree.map(
-        lambda *x: jnp.concatenate(x, axis=-1), *(quantized_weights(each, transpose=True) for each in rhs)
-    )
-    return quantized_product(rows, weights, group_sizes, dtype=dtype)
+    return quantized_product(rows, quantized_weights(*rhs, transpose=True), group_sizes, dtype=dtype)
