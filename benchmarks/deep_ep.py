@@ -1,12 +1,14 @@
 """dispatch and combine beside DeepEP's on the GPUs of one host: `python -m jax_ep bench deep_ep --source DIR`.
 
 `bash benchmarks/peers/deep_ep.sh DIR` builds DeepEP. Its ranks are processes, in turns with ours on the same GPUs and
-ids, after as much heat. Its calls are in CUDA graphs, ours in jitted loops: the host's part does not count.
+ids, after as much heat. The host's part does not count: our calls are in jitted loops, and DeepEP's are all enqueued
+before the first ends. Its low-latency ops take the least of that time and of their kernels' durations, which its own
+test reports.
 
 - DeepEP's dispatch stores a token once per rank, as ours with expand=False. By default ours has a row for each expert.
 - DeepEP's dispatch takes float8 tokens. Ours quantizes them.
-- "DeepEP" includes all that ours does: the layout, the exchange of counts, ids and weights, and no wait for the host.
-  "with a handle" leaves out all but the tokens, as its own test does.
+- "DeepEP" includes all that ours does: the layout, the exchange of counts, ids and weights. The host does not wait,
+  because num_worst_tokens is given. "with a handle" leaves out all but the tokens, as its own test does.
 - DeepEP's combine adds one row per rank, unweighted; what sums the experts' rows before is not timed. Ours weighs and
   sums them. "one row a rank" is ours where a token has one expert on each of its ranks: like with like.
 - The low-latency ops of few tokens have a row for each expert and weights, as ours, but T * R rows of room for each.
@@ -20,7 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,7 @@ NORMAL = {  # by our op, DeepEP's
 }
 LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FP8_ROWS, "combine")}
 FEW_TOKENS, FEW_SMS = 128, 24
-PATIENCE = 240  # seconds, after which DeepEP hangs
+PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
 HANDLE = "with a handle: "
 COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"
 
@@ -79,57 +81,70 @@ def what_comes(ids: np.ndarray, experts: int, ranks: int) -> list[dict[str, np.n
 
 
 class DeepEP:
-    """Its ranks, each a process. One that fails ends them all, and a line says why."""
+    """Its ranks, each a process. A failure ends them all, and a line says why; the next op starts them anew."""
 
     def __init__(self, source: Path, case: Case, ids: np.ndarray, ranks: int, low_latency: bool, folder: Path):
         settings = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_IB": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-        variables = environment("deep_ep", folder) | settings | {"GLOO_SOCKET_IFNAME": "lo"}
-        variables["PYTHONPATH"] = os.pathsep.join((str(source.resolve()), variables["PYTHONPATH"]))
-        self._logs = [folder / f"rank{rank}" for rank in range(ranks)]
-        self._children = [Child("deep_ep", variables, log) for log in self._logs]
-        shape = {"ranks": ranks, "store": str(folder / "store"), "low_latency": low_latency}
-        shape |= {"hidden": case.shape.hidden, "experts": case.shape.experts}
-        questions = []
+        self._variables = environment("deep_ep", folder) | settings | {"GLOO_SOCKET_IFNAME": "lo"}
+        self._variables["PYTHONPATH"] = os.pathsep.join((str(source.resolve()), self._variables["PYTHONPATH"]))
+        self._folder, self._children, self._starts = folder, [], 0
+        self._failed: set[str] = set()
+        self._shape = {"ranks": ranks, "low_latency": low_latency}
+        self._shape |= {"hidden": case.shape.hidden, "experts": case.shape.experts}
         for rank, expected in enumerate(what_comes(ids, case.shape.experts, ranks)):
             own = np.split(ids, ranks)[rank]
             weights = np.random.default_rng(rank).random(own.shape, np.float32)
-            file = str(folder / f"operands{rank}.npz")
-            np.savez(file, allow_pickle=False, ids=own, weights=weights, **expected)
-            questions.append({"shape": shape | {"rank": rank}, "operands": file, "expected": file})
-        for answer in self._ask(questions)[:1]:
-            for op, (time, sms, chunk) in answer["chosen"].items():
-                print(f"- DeepEP's {op}: {sms} SMs, {chunk} rows at a time, {time:.1f} us when it was tuned")
-            if answer["eager"]:
-                print(f"- without a CUDA graph: {'; '.join(answer['eager'])}")
+            np.savez(folder / f"{rank}.npz", allow_pickle=False, ids=own, weights=weights, **expected)
 
     def microseconds(self, op: str, heat: float) -> float | None:
-        """Of the slowest rank; None if it failed, or does not know the op."""
-        answers = self._ask([{"quantity": op, "heat": heat}] * len(self._children))
-        return max((answer[op] for answer in answers), default=None)
+        """Of the slowest rank; None if it failed."""
+        if op in self._failed or not (self._children or self._start()):
+            return None
+        return max(
+            (answer[op] for answer in self._ask([{"quantity": op, "heat": heat}] * len(self._children))), default=None
+        )
+
+    def _start(self) -> bool:
+        if self._starts == STARTS:
+            return False
+        self._starts += 1
+        shape, ranks = self._shape | {"store": str(self._folder / f"store{self._starts}")}, range(self._shape["ranks"])
+        self._children = [Child("deep_ep", self._variables, self._folder / f"{rank}.log") for rank in ranks]
+        files = [str(self._folder / f"{rank}.npz") for rank in ranks]
+        answers = self._ask(
+            [{"shape": shape | {"rank": rank}, "operands": file, "expected": file} for rank, file in enumerate(files)]
+        )
+        for op, (time, sms, chunk) in answers[0]["chosen"].items() if answers else ():
+            print(f"- DeepEP's {op}: {sms} SMs, {chunk} rows at a time, {time:.1f} us when it was tuned")
+        return bool(answers)
 
     def _ask(self, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        if not self._children:
-            return []
-        try:
-            with ThreadPoolExecutor(len(questions)) as pool:
-                asked = [
-                    pool.submit(child.ask, PATIENCE, **q) for child, q in zip(self._children, questions, strict=True)
-                ]
-                answers = [each.result() for each in asked]
-        except (TimeoutError, EOFError) as lost:
-            answers = [{"failed": str(lost)}]
-        print(f"DeepEP: {answers[0]}", file=sys.stderr, flush=True)
-        for failed in [answer["failed"] for answer in answers if "failed" in answer][:1]:
-            print(f"- DeepEP failed at {questions[0].get('quantity', 'prepare')}: {failed}", flush=True)
-            self.close()
-            for log in self._logs:
-                print(f"{log.name}: {log.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
-            return []
-        return answers
+        """Of each rank. Empty after a failure: who hangs ends with the first that fails."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            asked = [pool.submit(answer_of, *both) for both in zip(self._children, questions, strict=True)]
+            failed = next((each.result()["failed"] for each in as_completed(asked) if "failed" in each.result()), None)
+            if failed is not None:
+                self.close()
+        if failed is None:
+            print(f"DeepEP: {asked[0].result()}", file=sys.stderr, flush=True)
+            return [each.result() for each in asked]
+        op = questions[0].get("quantity", "prepare")
+        self._failed.add(op)
+        print(f"- DeepEP failed at {op}: {failed}", flush=True)
+        for log in self._folder.glob("*.log"):
+            print(f"{log.name}: {log.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
+        return []
 
     def close(self) -> None:
         while self._children:
             self._children.pop().close()
+
+
+def answer_of(child: Child, question: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return child.ask(PATIENCE, **question)
+    except (TimeoutError, EOFError, OSError, ValueError) as lost:  # the last two: it was closed meanwhile
+        return {"failed": str(lost)}
 
 
 def checked_candidates(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) -> list[Candidate]:

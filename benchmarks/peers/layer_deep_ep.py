@@ -2,7 +2,6 @@
 # pyright: reportMissingImports=false
 
 import importlib
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,8 @@ SLOTS = 256  # rows of a channel's queue, as there
 SMS = (24, 32, 48, 64, 96)
 CHUNKS, OF_COMBINE = range(4, 33, 4), range(2, 17, 2)  # rows that are sent at a time
 HANDLE = "with a handle: "
-CALLS = 20  # in a CUDA graph: an even number, because low-latency calls take turns with two buffers
-TUNED, TIMED, MOST_BEFORE = 10, 8, 100  # calls; executions of a graph
+TUNED, TIMED = 10, 50  # calls
+CYCLES = 600_000  # of the device, in which the host enqueues a call: 0.3 ms
 EXACT, IN_FLOAT8 = 2**-7, 2**-4  # of the largest value
 
 Call = Callable[[], Any]
@@ -27,7 +26,7 @@ Call = Callable[[], Any]
 class Layer:
     def __init__(self, peer: str):
         del peer
-        self._executions: dict[str, Call] = {}
+        self._calls: dict[str, Call] = {}  # they hold the buffer and the operands
 
     def prepare(self, shape: dict[str, Any], operands: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, Any]]:
         """`shape`: rank, ranks, store, hidden, experts, low_latency. `operands`: ids and weights [T, K]; and of what
@@ -41,10 +40,10 @@ class Layer:
         given = {name: torch.from_numpy(each).cuda() for name, each in operands.items()}
         given["ids"] = given["ids"].to(deep_ep.topk_idx_t)
         tokens = torch.randn(len(given["ids"]), shape["hidden"], dtype=torch.bfloat16, device="cuda")
-        fill = self._low_latency if shape["low_latency"] else self._normal
-        chosen, calls = fill(tokens, given, shape["experts"])
-        eager = [name for name, call in calls.items() if not self._capture(name, call)]
-        return {}, {"chosen": chosen, "eager": eager}
+        self._is_low_latency = shape["low_latency"]
+        fill = self._low_latency if self._is_low_latency else self._normal
+        chosen, self._calls = fill(tokens, given, shape["experts"])
+        return {}, {"chosen": chosen}
 
     def _normal(self, tokens: Any, given: dict[str, Any], experts: int) -> tuple[dict[str, Any], dict[str, Call]]:
         buffer = deep_ep.Buffer(dist.group.WORLD, BUFFER)
@@ -58,7 +57,7 @@ class Layer:
             rest = {"topk_idx": ids, "topk_weights": weights, "num_worst_tokens": worst, "config": config}
             return buffer.dispatch(x, **known, **rest)
 
-        found: dict[str, list[tuple[float, int, int, Call]]] = {}
+        best: dict[str, tuple[float, int, int, Call]] = {}
         for sms in SMS:
             some = deep_ep.Config(sms, 8, SLOTS)
             rows, _, _, by_expert, handle, _ = dispatch(tokens, some, 0)
@@ -78,16 +77,13 @@ class Layer:
                 for chunk in OF_COMBINE if name == "combine" else CHUNKS:
                     config = deep_ep.Config(sms, chunk, SLOTS)
                     call = lambda op=op, config=config: op(config)  # noqa: E731
-                    seconds(call, TUNED)
-                    found.setdefault(name, []).append((slowest(seconds(call, TUNED)), sms, chunk, call))
-
-        def best(among: list[tuple[float, int, int, Call]]) -> tuple[float, int, int, Call]:
-            return min(among, key=lambda one: one[0])
-
-        chosen = {f"{name}, all": best(among) for name, among in found.items()}
-        chosen |= {f"{name}, 24": best([one for one in among if one[1] == 24]) for name, among in found.items()}
-        tuned = {name: [round(1e6 * time / TUNED, 1), sms, chunk] for name, (time, sms, chunk, _) in chosen.items()}
-        return tuned, {name: call for name, (*_, call) in chosen.items()}
+                    seconds(call, 1)
+                    one = (slowest(seconds(call, TUNED)), sms, chunk, call)
+                    for of in ("all", "24")[: 1 + (sms == 24)]:
+                        now = f"{name}, {of}"
+                        best[now] = min(one, best.get(now, one), key=lambda each: each[0])
+        tuned = {of: [round(1e6 * time / TUNED, 1), sms, chunk] for of, (time, sms, chunk, _) in best.items()}
+        return tuned, {of: call for of, (*_, call) in best.items()}
 
     def _low_latency(self, tokens: Any, given: dict[str, Any], experts: int) -> tuple[dict[str, Any], dict[str, Call]]:
         ranks, count, ids, weights = dist.get_world_size(), len(tokens), given["ids"], given["weights"]
@@ -114,26 +110,15 @@ class Layer:
             "combine, all": lambda: combine(rows, handle),
         }
 
-    def _capture(self, name: str, call: Call) -> bool:
-        """Whether a CUDA graph took the calls, so that the host's part does not count; if not, they run without."""
-        seconds(call, 2)
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                for _ in range(CALLS):
-                    call()
-        except RuntimeError:
-            traceback.print_exc()
-            graph = None
-        self._executions[name] = graph.replay if graph else lambda: [call() for _ in range(CALLS)]
-        return graph is not None
-
     def microseconds(self, quantity: str, heat: float) -> float:
-        execution = self._executions[quantity]
-        seconds(execution, 1)
-        once = slowest(seconds(execution, 2)) / 2
-        before = min(MOST_BEFORE, 1 + int(heat / once))  # alike on all ranks, which wait for each other
-        return 1e6 * seconds(execution, TIMED, before) / (TIMED * CALLS)
+        call = self._calls[quantity]
+        once = slowest(seconds(call, TUNED)) / TUNED
+        for _ in range(int(heat / once)):  # alike on all ranks, which wait for each other
+            call()
+        times = [seconds(call, TIMED) / TIMED]
+        if self._is_low_latency:
+            times += kernel_seconds(call, TIMED, quantity.partition(",")[0])
+        return 1e6 * min(times)
 
 
 def quantize(tokens: Any) -> tuple[Any, Any]:
@@ -156,17 +141,27 @@ def check(op: str, found: Any, tokens: Any, times: Any, tolerance: float) -> Non
         raise AssertionError(f"{op} is off by {error:.1e} of the largest value")
 
 
-def seconds(call: Call, calls: int, before: int = 0) -> float:
-    """By the device's events."""
+def seconds(call: Call, calls: int) -> float:
+    """By the device's events. The device sleeps while the host enqueues; one more call waits for the other ranks."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(before):
-        call()
+    torch.cuda._sleep(CYCLES * (1 + calls))
+    call()
     start.record()
     for _ in range(calls):
         call()
     end.record()
     end.synchronize()
     return 1e-3 * start.elapsed_time(end)
+
+
+def kernel_seconds(call: Call, calls: int, kernel: str) -> list[float]:
+    """The mean duration of a call's one kernel, as in DeepEP's bench_kineto. Empty where none is seen."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds(call, calls)
+    on_device = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    found = sorted((each.time_range for each in on_device if f"::{kernel}" in each.name), key=lambda one: one.start)
+    return [1e-6 * sum(one.elapsed_us() for one in found[1:]) / calls] if len(found) == 1 + calls else []
 
 
 def slowest(own: float) -> float:
