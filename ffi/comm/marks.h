@@ -13,7 +13,7 @@ struct Marks {
   uint64_t call;          // the one that was begun last, by the number of its text
 };
 
-// Marks the begin of a call, or an end. Marks of a rank follow each other. The host may read meanwhile.
+// Marks the beginning of a call, or its end. Marks of a rank follow each other. The host may read meanwhile.
 JAX_EP_FN void set_mark(Marks* marks, bool begins, int32_t call) {
   uint64_t* const count = begins ? &marks->begun : &marks->ended;
   if (begins) store_relaxed(&marks->call, static_cast<uint64_t>(call));

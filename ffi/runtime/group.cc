@@ -11,7 +11,7 @@ namespace {
 constexpr std::size_t kLeastStaging = 1 << 16;  // bytes
 
 // What kernels of a rank write for the host.
-struct Notes {
+struct HostMemory {
   Report report;
   Marks marks;
 };
@@ -59,10 +59,10 @@ void Group::open_line(int line, bool poison) {
     comms_.push_back(comm);
     marks_.push_back(nullptr);
     if (!is_local(rank_slot)) continue;
-    memory_.push_back(allocate_on_host(sizeof(Notes), id_));
-    auto* const notes = static_cast<Notes*>(memory_.back().get());
-    comms_.back().report = &notes->report;
-    marks_.back() = &notes->marks;
+    memory_.push_back(allocate_on_host(sizeof(HostMemory), id_));
+    auto* const memory = static_cast<HostMemory*>(memory_.back().get());
+    comms_.back().report = &memory->report;
+    marks_.back() = &memory->marks;
     comms_.back().own_signal_pad = signal_pad(rank_slot);
     std::copy_n(&signal_pads_[rank_slot.line * size()], size(), comms_.back().signal_pads);
     if (sharing_) peer_offsets_[index_of(rank_slot)] = std::make_unique<PeerOffsets>(device_of(rank_slot), id_);

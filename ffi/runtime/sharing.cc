@@ -154,7 +154,7 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
 
 char* Sharing::await_signal_pad(int process, int rank_slot) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its heap", [&] { return signal_pads_.count(rank_slot) > 0; });
+  await(lock, process, "share its signal pad", [&] { return signal_pads_.count(rank_slot) > 0; });
   return signal_pads_[rank_slot];
 }
 
@@ -370,8 +370,8 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (note.bytes == 0) return "it shared no memory";
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
   if (note.rank_slot == kNoRankSlot) return "";
-  if (!lives_at(note.rank_slot, process)) return "it shared the heap of a rank slot that it does not have";
-  return signal_pads_.count(note.rank_slot) ? "it shared the heap of a rank slot twice" : "";
+  if (!lives_at(note.rank_slot, process)) return "it shared the signal pad of a rank slot that it does not have";
+  return signal_pads_.count(note.rank_slot) ? "it shared the signal pad of a rank slot twice" : "";
 }
 
 std::string Sharing::state_of(int process) const {

@@ -150,7 +150,7 @@ void every_breach() {
   for (const int rank_slot : {0, 2, -2, 1 << 30})
     expect_breach("a rank slot that it does not have", [&](Victim& v) { v.send(share_of(rank_slot), {fd}); });
   expect_breach("a rank slot that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
-  expect_breach("the heap of a rank slot twice", [&](Victim& v) {
+  expect_breach("the signal pad of a rank slot twice", [&](Victim& v) {
     v.send(share_of(1), {fd});
     v.send(share_of(1), {fd});
   });

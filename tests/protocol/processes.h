@@ -176,7 +176,8 @@ inline void heartbeats() {
   } catch (const GroupException& failure) {
     text = failure.what();
   }
-  expect(text == "PeerTimeoutError: process 2 of the group did not share its heap within 3.2 s: no heartbeat for 3 s",
+  expect(text ==
+             "PeerTimeoutError: process 2 of the group did not share its signal pad within 3.2 s: no heartbeat for 3 s",
          "the error of a silent process says so");
   expect(ahead.state_of(1) == "it is alive, 3 ops behind", "a slow process is told from a dead one");
   expect(behind.state_of(0) == "it is alive, 0 ops behind", "a process that is ahead is not behind");

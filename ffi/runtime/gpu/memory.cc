@@ -77,7 +77,7 @@ void* make_on_host(std::size_t bytes) {
 std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t owner) {
   const gpu::DeviceScope scope(ordinal);
   void* memory = free_list().take({owner, ordinal, bytes});
-  if (!memory) gpu::check(gpu::allocate(&memory, bytes), "allocating the symmetric heap");
+  if (!memory) gpu::check(gpu::allocate(&memory, bytes), "allocating device memory");
   std::shared_ptr<void> kept = free_list().until_let_go({owner, ordinal, bytes}, memory);
   clear_on_device(ordinal, memory, bytes);
   return kept;
@@ -85,9 +85,9 @@ std::shared_ptr<void> allocate_on_device(int ordinal, std::size_t bytes, int64_t
 
 void clear_on_device(int ordinal, void* memory, std::size_t bytes) {
   const gpu::DeviceScope scope(ordinal);
-  gpu::check(gpu::synchronize(), "clearing the symmetric heap");  // kernels of its last group may still run
-  gpu::check(gpu::fill(memory, 0, bytes), "clearing the symmetric heap");
-  gpu::check(gpu::synchronize(), "clearing the symmetric heap");
+  gpu::check(gpu::synchronize(), "clearing device memory");  // kernels of its last group may still run
+  gpu::check(gpu::fill(memory, 0, bytes), "clearing device memory");
+  gpu::check(gpu::synchronize(), "clearing device memory");
 }
 
 void await_devices(const std::vector<int>& ordinals) {
@@ -100,7 +100,7 @@ void await_devices(const std::vector<int>& ordinals) {
 void signal_device(int ordinal, uint64_t* word, uint8_t value) {
   const gpu::DeviceScope scope(ordinal);
   const gpu::CaptureAllowsAll capture;
-  gpu::check(gpu::fill(word, value, 1), "writing to the symmetric heap");
+  gpu::check(gpu::fill(word, value, 1), "writing to a signal pad");
 }
 
 std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
@@ -131,8 +131,8 @@ uint64_t read_word(int ordinal, const uint64_t* word) {
     gpu::check(error, "creating a stream");
   }
   uint64_t value = 0;
-  gpu::check(gpu::copy_to_host(&value, word, sizeof(value), found->second), "reading a word of the symmetric heap");
-  gpu::check(gpu::synchronize_stream(found->second), "reading a word of the symmetric heap");
+  gpu::check(gpu::copy_to_host(&value, word, sizeof(value), found->second), "reading a word of device memory");
+  gpu::check(gpu::synchronize_stream(found->second), "reading a word of device memory");
   return value;
 }
 
