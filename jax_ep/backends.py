@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jax_ep import profiling
 from jax_ep._kit.checks import Chosen, Implementation
@@ -17,8 +17,6 @@ _LOGGER = logging.getLogger("jax_ep")
 class Backend:
     """What a group has from its opening until it is closed. This one holds nothing."""
 
-    marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read
-
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
@@ -31,10 +29,6 @@ class Backend:
         return None
 
     def report(self) -> list[native.RankReport]:
-        return []
-
-    def marks(self) -> Sequence[tuple[int, int, str]]:
-        """As `NativeGroup.marks`."""
         return []
 
     def record(self, name: str, error: JaxEpError) -> None:
@@ -92,9 +86,6 @@ class KernelBackend(Backend):
 
     def report(self) -> list[native.RankReport]:
         return native.history(self.native)
-
-    def marks(self) -> Sequence[tuple[int, int, str]]:
-        return self.native.marks()
 
     def record(self, name: str, error: JaxEpError) -> None:
         flight_records.write(self.native, name, type(error).__name__, str(error))

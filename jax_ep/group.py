@@ -106,7 +106,6 @@ class Group:
             self.intranode = inside
             try:
                 on_failure = partial(watchdog.record_loss, inside._backend.record, repr(self), on_lost == "exit")
-                self._progress = Progress(inside._backend.marks)
                 others = opening.open_liveness(ranks, repr(self), self._progress, on_lost=on_failure, **waits)
             except BaseException:
                 inside.close()
@@ -209,8 +208,7 @@ class Group:
     @property
     def _caller(self) -> Caller:
         """What `Agreement` asks of a group."""
-        compares, marked = self._spans_cpu_processes, self._backend.marked
-        return Caller(self.mesh, self.axis_name, compares, marked, self._progress, self._keep_error)
+        return Caller(self.mesh, self.axis_name, self._spans_cpu_processes, self._progress, self._keep_error)
 
     def _keep_error(self, error: JaxEpError) -> None:
         """Keeps an error that "xla" has seen for the next `check()`. The first error is kept."""
@@ -262,7 +260,6 @@ class NodesBackend(Backend):
         super().__init__(ranks)
         self._intranode, self._others = intranode, others
         if others is not None:
-            self.marked = intranode._ranks if intranode._ranks.id >= 0 else None
             weakref.finalize(self, others.release).atexit = False
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
@@ -293,9 +290,9 @@ class NodesBackend(Backend):
         self._intranode._backend.record(name, error)
 
     def close(self, *, in_order: bool) -> None:
-        if self._others is not None:
-            self._others.close(in_order=in_order)  # it reads marks
         self._intranode.close()
+        if self._others is not None:
+            self._others.close(in_order=in_order)
 
 
 def check_group(op: str, group: Any) -> None:
