@@ -77,7 +77,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def info() -> int:
-    """Prints what was built, and what runs here."""
     devices = jax.devices()
     print("versions")
     print(f"  jax_ep {__version__}, python {platform.python_version()}")

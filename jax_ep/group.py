@@ -16,7 +16,7 @@ from jax_ep.backends import Backend, KernelBackend, XlaBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Caller
-from jax_ep.runtime.liveness import Liveness
+from jax_ep.runtime.liveness import Liveness, heartbeat_thread
 from jax_ep.runtime.progress import Progress
 
 OnLost = Literal["raise", "exit"]
@@ -98,19 +98,23 @@ class Group:
     def _open(
         self, across_nodes: bool | None, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost
     ) -> Backend:
-        ranks = Ranks(self.mesh, self.axis_name, self.platform)
+        ranks, axes = Ranks(self.mesh, self.axis_name, self.platform), checks.axes_of(self.axis_name)
         waits: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout}
         if topology.crosses_nodes(self.mesh, self.axis_name, self.platform, across_nodes, open_timeout):
-            inside = Group(self.mesh, checks.axes_of(self.axis_name)[-1], **waits, max_sms=max_sms, on_lost=on_lost)
+            self.intranode = inside = Group(self.mesh, axes[-1], **waits, max_sms=max_sms, on_lost=on_lost)
             open_groups.discard(inside)
-            self.intranode = inside
+            processes, liveness = topology.other_processes(self.mesh, axes), None
             try:
-                on_failure = partial(watchdog.record_loss, inside._backend.record, repr(self), on_lost == "exit")
-                others = opening.open_liveness(ranks, repr(self), self._progress, on_lost=on_failure, **waits)
+                if processes:
+                    name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
+                    on_failure = partial(watchdog.record_loss, inside._backend.record, name, on_lost == "exit")
+                    liveness = Liveness(
+                        name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure
+                    )
             except BaseException:
                 inside.close()
                 raise
-            return NodesBackend(ranks, inside, others)
+            return NodesBackend(ranks, inside, liveness)
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
             return XlaBackend(ranks, refusal, by_default=True)
@@ -253,14 +257,14 @@ class NodesBackend(Backend):
 
     Args:
       intranode: the group of the ranks of each node.
-      others: watches the processes of other nodes; None if all nodes are in this process.
+      liveness: of the processes of other nodes; None if all nodes are in this process.
     """
 
-    def __init__(self, ranks: Ranks, intranode: Group, others: Liveness | None):
+    def __init__(self, ranks: Ranks, intranode: Group, liveness: Liveness | None):
         super().__init__(ranks)
-        self._intranode, self._others = intranode, others
-        if others is not None:
-            weakref.finalize(self, others.release).atexit = False
+        self._intranode, self._liveness = intranode, liveness
+        if liveness is not None:
+            weakref.finalize(self, liveness.release).atexit = False
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
         if serves_nodes:
@@ -271,13 +275,13 @@ class NodesBackend(Backend):
 
     def error(self) -> JaxEpError | None:
         """The loss of a process of another node, or the error of this node's group that it did not cause."""
-        lost = None if self._others is None else self._others.error()
+        lost = None if self._liveness is None else self._liveness.error()
         if lost is None:
             try:
                 self._intranode.check()
             except JaxEpError as error:
-                if self._others is not None and isinstance(error, PeerTimeoutError):
-                    lost = self._others.error(in_vain=True)
+                if self._liveness is not None and isinstance(error, PeerTimeoutError):
+                    lost = self._liveness.error(in_vain=True)
                 if lost is None:
                     return error
                 lost.__cause__ = error
@@ -286,13 +290,10 @@ class NodesBackend(Backend):
     def report(self) -> list[native.RankReport]:
         return self._intranode.report()
 
-    def record(self, name: str, error: JaxEpError) -> None:
-        self._intranode._backend.record(name, error)
-
     def close(self, *, in_order: bool) -> None:
         self._intranode.close()
-        if self._others is not None:
-            self._others.close(in_order=in_order)
+        if self._liveness is not None:
+            self._liveness.close(in_order=in_order)
 
 
 def check_group(op: str, group: Any) -> None:

@@ -16,7 +16,7 @@ from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 
 from jax_ep import Group, Implementation, NodeOptions, PeerTimeoutError, combine, dispatch
 from jax_ep.ops.moe.types import NodeRouting
-from jax_ep.runtime import heartbeat, liveness, opening, topology
+from jax_ep.runtime import heartbeat, opening, topology
 
 
 @pytest.mark.matrix(1)
@@ -91,7 +91,7 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(topology, "other_processes", lambda *_: {1: "process 1"})
     store = Store()
     heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
-    monkeypatch.setattr(liveness, "heartbeat_thread", lambda: heartbeat_thread)
+    monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda: heartbeat_thread)
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
         over(2, 2, open_timeout=1.2)

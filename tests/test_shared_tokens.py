@@ -12,7 +12,6 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
-from jax_ep.nn import layer_checks
 from jax_ep.ops.moe import arguments
 
 P = jax.sharding.PartitionSpec
@@ -142,8 +141,7 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
 
     with pytest.raises(ValueError, match="tokens must be the same on all ranks where shared_tokens is true"):
         traced(P("ep"), True)
-    layer_checks._warn_of_shared_tokens.cache_clear()
-    arguments.note_shared_tokens.cache_clear()
+    arguments.note_same_tokens.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_ep"):
         for shared in (False, None) * 2:
             traced(P(), shared)
@@ -153,5 +151,5 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
             "WARNING",
             "moe_mlp: tokens are the same on all 2 ranks, and each computes all of them: pass shared_tokens=True",
         ),
-        ("INFO", "dispatch: tokens and ids are the same on all 2 ranks, and each sends all of them"),
+        ("INFO", "dispatch: tokens are the same on all 2 ranks, and each sends all of them"),
     ]

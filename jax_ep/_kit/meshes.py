@@ -36,7 +36,6 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
 
 
 def check_ranks(size: int, most: int) -> None:
-    """Raises if the kernels cannot serve `size` ranks."""
     if size > most:
         raise ValueError(
             f"Group: at most {most} devices along axis_name, got {size}: exchange over an axis within a host, "

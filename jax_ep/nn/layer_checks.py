@@ -1,7 +1,6 @@
 """The checks of the arguments that `moe_mlp` has and `dispatch` has not."""
 
 import dataclasses
-import functools
 import logging
 from typing import Any, Literal
 
@@ -11,10 +10,9 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, frozen
-from jax_ep.ops.moe.arguments import same_on_all_ranks
+from jax_ep.ops.moe.arguments import note_same_tokens, same_on_all_ranks
 from jax_ep.ops.moe.units import Experts
 
-LOGGER = logging.getLogger("jax_ep")
 NO_BIASES = (None, None, None)
 
 
@@ -68,7 +66,6 @@ def checked_shared(op: str, tokens: jax.Array, experts: Any) -> Experts:
 
 
 def _names_of(op: str, of: str, experts: Any) -> tuple[str, ...]:
-    """The names of the matrices that there are."""
     if not isinstance(experts, Experts):
         raise TypeError(f"{op}: {of} must be a jax_ep.Experts, got {checks.describe(experts)}")
     if not experts.first_names:
@@ -153,7 +150,8 @@ def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: G
     checks.check_bool(op, "shared_tokens", shared_tokens)
     if not shared_tokens:
         if same_on_all_ranks(group, tokens):
-            _warn_of_shared_tokens(op, group.size)
+            what = "computes all of them: pass shared_tokens=True"
+            note_same_tokens(logging.WARNING, op, group.size, what)
         return
     for name, value in excluded.items():
         if value is not None:
@@ -163,13 +161,6 @@ def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: G
             f"{op}: tokens must be the same on all ranks where shared_tokens is true, got tokens that differ by rank: "
             f"take {group.axis_name!r} out of their in_specs"
         )
-
-
-@functools.cache
-def _warn_of_shared_tokens(op: str, ranks: int) -> None:
-    LOGGER.warning(
-        "%s: tokens are the same on all %d ranks, and each computes all of them: pass shared_tokens=True", op, ranks
-    )
 
 
 def checked_product(op: str, product: Any) -> Any:

@@ -112,7 +112,6 @@ class Listener:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _finish_handshake(self, connection: socket.socket) -> None:
-        """Reads the handshake of a pending connection, and accepts or rejects it."""
         try:
             handshake = connection.recv(_LONGEST)
             sender, payload = self._verify(handshake)

@@ -77,7 +77,6 @@ class Heartbeat(NamedTuple):
         return json.dumps(self)
 
     def last_part(self, group: str) -> str | None:
-        """The id of the latest part of a group."""
         return next((key for key, part in reversed([*self.parts.items()]) if part.group == group), None)
 
 
@@ -110,7 +109,6 @@ class HeartbeatThread:
 
     @property
     def period(self) -> float:
-        """Seconds between two heartbeats."""
         return max(_PERIOD_SECONDS, len(self.readings.by_process) / _READS_A_SECOND)
 
     @property

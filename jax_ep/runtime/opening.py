@@ -1,4 +1,4 @@
-"""Opens a process' part of a group: the native group, and heartbeats for other nodes."""
+"""Opens a process' part of a native group."""
 
 import contextlib
 import dataclasses
@@ -11,10 +11,7 @@ import jax
 
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.ffi import Ranks
-from jax_ep.errors import JaxEpError
-from jax_ep.runtime import liveness, native, rendezvous, topology
-from jax_ep.runtime.liveness import Liveness
-from jax_ep.runtime.progress import Progress
+from jax_ep.runtime import native, rendezvous, topology
 from jax_ep.runtime.timeouts import Deadline
 
 MOST_SMS = 2**31 - 1  # the greatest C++ int
@@ -36,7 +33,7 @@ def open_native(
     ffi.library(ranks.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     processes = topology.processes(ranks.mesh, axes)
     everyone = {process for line in processes for process in line}
-    what = _identity(ranks)
+    what = identity(ranks)
     content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
     create = partial(native.create_group, ranks.platform, ordinals, timeout, content=content, max_sms=most)
@@ -50,28 +47,7 @@ def open_native(
         return dataclasses.replace(ranks, id=opened.id), opened, on_failure.pop_all().close
 
 
-def open_liveness(
-    ranks: Ranks,
-    name: str,
-    progress: Progress,
-    *,
-    timeout: float,
-    open_timeout: Deadline,
-    on_lost: Callable[[JaxEpError], None],
-) -> Liveness | None:
-    """Waits for the processes of the group's other nodes, and watches them; None if there are none.
-
-    Raises:
-      PlatformError, PeerTimeoutError: as for `liveness.heartbeat_thread` and `Liveness`.
-    """
-    others = topology.other_processes(ranks.mesh, checks.axes_of(ranks.axis_name))
-    if not others:
-        return None
-    thread = liveness.heartbeat_thread()
-    return Liveness(name, _identity(ranks), others, timeout, open_timeout, thread, progress, on_lost)
-
-
-def _identity(ranks: Ranks) -> str:
+def identity(ranks: Ranks) -> str:
     """A text that identifies the devices, mesh and axis of a group: the same in all its processes."""
     devices = [(device.id, device.process_index) for device in ranks.mesh.devices.flat]
     return f"{ranks.platform} {devices} {dict(ranks.mesh.shape)} {ranks.axis_name}"

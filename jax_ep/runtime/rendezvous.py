@@ -235,7 +235,6 @@ class _Participants:
         return left.get(f"secret/{self.leader}")
 
     def _left(self) -> float:
-        """Seconds until the deadline."""
         left = self._timeout.left()
         if left == 0:
             raise not_opened(self._missing, self._timeout)

@@ -86,14 +86,12 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
     nodes = _nodes_of(platform, {device.process_index for device in mesh.devices.flat}, timeout)
 
     def several_nodes(axes: Sequence[str]) -> list[bool]:
-        """For every line, whether it is of several nodes."""
         return [len({nodes[process] for process in line}) > 1 for line in processes(mesh, axes)]
 
     return any(several_nodes(axes)) and not any(several_nodes(axes[-1:]))
 
 
 def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> dict[int, str]:
-    """The node of each process."""
     if platform == "cpu" or len(everyone) == 1:
         return {process: str(process) for process in everyone}
     client = store()

@@ -1,6 +1,6 @@
 """The kernels of the products with a collective as FFI calls."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,26 +20,18 @@ class MatmulConfig(NamedTuple):
 
 def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a part of its rows."""
-    called = ffi.call(
-        "matmul_reduce",
-        lhs,
-        rhs,
-        ranks=config.group._ranks,
-        dtype=config.dtype,
-        operand_dtype=lhs.dtype,
-        m=lhs.shape[0],
-        n=rhs.shape[0 if config.transpose_rhs else 1],
-        k=lhs.shape[1],
-        transpose_rhs=config.transpose_rhs,
-        reduce_scatter=config.reduce_scatter,
-    )
-    return called["sums"]
+    return _call("matmul_reduce", config, lhs, rhs, reduce_scatter=config.reduce_scatter)["sums"]
 
 
 def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[M, K], [K, N] (or [N, K], to be transposed) -> all ranks' rows times rhs [R M, N], and all ranks' rows."""
-    called = ffi.call(
-        "gather_matmul",
+    called = _call("gather_matmul", config, lhs, rhs)
+    return called["product"], called["gathered"]
+
+
+def _call(name: str, config: MatmulConfig, lhs: jax.Array, rhs: jax.Array, **settings: Any) -> dict[str, jax.Array]:
+    return ffi.call(
+        name,
         lhs,
         rhs,
         ranks=config.group._ranks,
@@ -49,5 +41,5 @@ def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple
         n=rhs.shape[0 if config.transpose_rhs else 1],
         k=lhs.shape[1],
         transpose_rhs=config.transpose_rhs,
+        **settings,
     )
-    return called["product"], called["gathered"]

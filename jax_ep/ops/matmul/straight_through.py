@@ -65,7 +65,6 @@ def ragged_dot(
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
-    """Checks rows in an array, and matrices."""
     checks.check_array(op, "lhs", lhs, "[M, K]", checks.TOKEN_DTYPES)
     shape = (rhs.shape[0], lhs.shape[1], rhs.shape[-1])
     if isinstance(rhs, Float8Weights):

@@ -5,6 +5,7 @@ dispatch's backward sums cotangent rows per token, combine's backward sends the 
 """
 
 import dataclasses
+import logging
 from typing import Literal, Required, TypedDict, Unpack, overload
 
 import jax
@@ -16,7 +17,7 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe import gradients, nodes as node_ops, xla
-from jax_ep.ops.moe.arguments import check_combined, note_shared_tokens, runs_kernels, same_on_all_ranks, validated
+from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
@@ -132,7 +133,7 @@ def dispatch(
         implementation=implementation,
     )
     if same_on_all_ranks(group, tokens, expert_ids):
-        note_shared_tokens(op, group.size)
+        note_same_tokens(logging.INFO, op, group.size, "sends all of them")
     if expand:
         return run_dispatch(call, *operands)
     if may_land(call, tokens.shape[0]):
@@ -174,7 +175,6 @@ def combine(
 
 
 def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
-    """A validated dispatch: over nodes, by kernels, or in plain jax.lax."""
     group, config, num_tokens = call.group, call.config, tokens.shape[0]
     if group.intranode is None and call.by_kernels:
         if stays_in_place(group, config, expert_ids.size):
@@ -203,7 +203,6 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
 
 
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
-    """A validated combine: over nodes, by kernels, or in plain jax.lax."""
     if by_kernels and not isinstance(routing, NodeRouting):
         return gradients.combine(group, expert_outputs, routing.weights, routing)
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape

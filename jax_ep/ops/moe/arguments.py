@@ -101,8 +101,8 @@ def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
 
 
 @functools.cache
-def note_shared_tokens(op: str, ranks: int) -> None:
-    LOGGER.info("%s: tokens and ids are the same on all %d ranks, and each sends all of them", op, ranks)
+def note_same_tokens(level: int, op: str, ranks: int, what: str) -> None:
+    LOGGER.log(level, "%s: tokens are the same on all %d ranks, and each %s", op, ranks, what)
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:

@@ -108,7 +108,6 @@ class DispatchCall(NamedTuple):
 
     @property
     def inside(self) -> DispatchConfig:
-        """How the dispatch inside a node is called."""
         experts = self.config.num_experts // self.group.nodes
         return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
@@ -239,7 +238,6 @@ class NodeRouting(Routing):
 
     @property
     def local(self) -> Routing:
-        """The routing inside the node."""
         zero = jnp.zeros_like(self.dropped)
         return Routing(self.targets, self.row_of, self.weights, self.local_counts, zero, zero, self.config)
 

@@ -59,7 +59,6 @@ class Experts:
 
     @property
     def first_matrices(self) -> tuple[Any, ...]:
-        """The matrices that multiply dispatched rows."""
         return tuple(getattr(self, name) for name in self.first_names)
 
 

@@ -59,7 +59,6 @@ def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tu
 
 
 def _overlap(starts: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Whether two of the slices share a row."""
     starts = jnp.where(sizes > 0, starts, jnp.iinfo(starts.dtype).max)  # empty slices come last
     order = jnp.argsort(starts)
     ends = jax.lax.cummax((starts + jnp.maximum(sizes, 0))[order])
