@@ -85,28 +85,6 @@ def test_ids_and_weights_are_cast(
     np.testing.assert_allclose(helpers.wide(gradient), wanted, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("wire", [None, "float8", "float8_rows"])
-@pytest.mark.parametrize("tokens", [5, LATE_TOKENS])
-def test_rows_of_no_token_are_zero(
-    tokens: int,
-    wire: Any,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those behind the rows of the last expert. Results begin as NaN."""
-    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
-    group, case = open_group(4), helpers.draw_case(rng, 4, tokens, 2, EXPERTS, 128)
-    options: Any = {"num_experts": EXPERTS, "alignment": 4, "wire": wire, "implementation": implementation}
-    out = helpers.fetch(helpers.per_rank(lambda *x: dispatch(*x, group=group, **options), group.mesh)(*case))
-    for array in jax.tree.leaves(out.rows):
-        for rank, used in enumerate(out.group_sizes.sum(axis=1)):
-            assert array[rank, used:].size
-            assert not helpers.wide(array[rank, used:]).any()
-
-
 @pytest.mark.usefixtures("native")
 def test_a_search_for_nan_finds_none(
     open_group: OpenGroup, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
