@@ -7,7 +7,6 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import DTYPES, Case
-from jax.sharding import PartitionSpec as P
 
 from jax_ep import Dispatched, Group, Implementation, combine, dispatch
 
@@ -111,25 +110,3 @@ def test_nan_stays_in_its_token(
     ):
         np.testing.assert_allclose(after[others], before[others], rtol=tolerance, atol=0)
         assert np.isnan(after[~others]).all()
-
-
-def test_routing_travels_between_two_shard_maps(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-
-    def there(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-
-    def back(out: Dispatched) -> jax.Array:
-        return combine(out.rows, out.routing, group=group, implementation=implementation)
-
-    send, answer = (
-        jax.jit(jax.shard_map(half, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))) for half in (there, back)
-    )
-    case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
-    out = jax.block_until_ready(send(*(x.reshape(-1, x.shape[-1]) for x in case)))
-    combined = helpers.fetch(answer(out)).reshape(case.tokens.shape)
-    capacity = out.rows.shape[0] // SIZE
-    layout = layout_of(case, capacity)
-    helpers.assert_combined(combined, layout.rows, layout.targets, case.weights)
