@@ -1,15 +1,10 @@
-"""`python -m jax_ep report`: the flight records of all processes as one view; records of a job that hangs."""
+"""`python -m jax_ep report`: the flight records of all processes as one view."""
 
 import json
-import re
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_launch import command, environment
 
 from jax_ep.__main__ import main
 
@@ -88,66 +83,3 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     assert f"no flight records (jax_ep-*.json) in {tmp_path}" in capsys.readouterr().err
-
-
-HANGS = """
-import time
-import jax, numpy as np
-import jax_ep
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-axes = ("node", "ep")
-mesh = Mesh(np.array(jax.devices()).reshape(2, 2), axes)
-group = jax_ep.Group(mesh, axes)
-
-def step(tokens, ids):
-    rows, _, routing = jax_ep.dispatch(tokens, ids, group=group, num_experts=4)
-    return jax_ep.combine(rows, routing, group=group)
-
-def load_data():
-    time.sleep(600)
-
-run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
-operands = [
-    jax.make_array_from_callback(x.shape, NamedSharding(mesh, P(axes)), lambda index, x=x: x[index])
-    for x in (np.ones((8, 16), np.float32), np.zeros((8, 2), np.int32))
-]
-jax.block_until_ready(run(*operands))
-open(f"here-{jax.process_index()}", "w").close()
-if jax.process_index():
-    load_data()
-jax.block_until_ready(run(*operands))
-"""
-
-
-def await_files(job: "subprocess.Popen[bytes]", folder: Path, pattern: str) -> None:
-    """Of both processes."""
-    deadline = time.monotonic() + 120
-    while len(list(folder.glob(pattern))) < 2:
-        assert job.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-@pytest.mark.usefixtures("native")
-@pytest.mark.timeout(300)
-def test_a_job_of_several_nodes_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One process waits in XLA's collectives for one that loads data."""
-    script, folder = tmp_path / "train.py", tmp_path / "records"
-    script.write_text(HANGS)
-    folder.mkdir()
-    flags = {"JAX_EP_DUMP": str(folder), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    job = subprocess.Popen(
-        command("-n", "2", str(script)), cwd=tmp_path, env=environment() | flags, stdout=subprocess.DEVNULL
-    )
-    try:
-        await_files(job, tmp_path, "here-*")
-        time.sleep(1)
-        (folder / "request").touch()
-        await_files(job, folder, "*.json")
-    finally:
-        job.send_signal(signal.SIGTERM)
-        job.wait(timeout=30)
-    text = reported(folder, capsys)
-    assert re.search(r"line 0 rank 0, 1, at .*, main thread in train\.py:\d+ \(<module>\): was asked", text), text
-    assert re.search(r"line 1 rank 0, 1, at .*, main thread in train\.py:\d+ \(load_data\): was asked", text), text
