@@ -36,24 +36,6 @@ def too_little_room(case: Case, *, num_experts: int, alignment: int = 1) -> int:
     return room
 
 
-@pytest.mark.parametrize(
-    ("asked", "room", "first", "given"),
-    [
-        ([85, 3], 48, 0, [45, 3]),
-        ([3, 85], 48, 0, [3, 45]),
-        ([30, 30], 48, 0, [24, 24]),
-        ([9, 9, 9], 8, 0, [3, 3, 2]),
-        ([9, 9, 9], 8, 2, [3, 2, 3]),
-        ([9, 0, 9, 1], 6, 3, [3, 0, 2, 1]),
-        ([4, 5], 9, 1, [4, 5]),
-        ([4, 5], 0, 0, [0, 0]),
-    ],
-)
-def test_shares(asked: list[int], room: int, first: int, given: list[int]) -> None:
-    """What the oracle deals."""
-    assert oracle.deal(asked, room, first) == given
-
-
 def test_a_hot_expert_leaves_its_neighbour_its_rows(implementation: Implementation, open_group: OpenGroup) -> None:
     """Two ranks ask 43 and 42 rows of expert 2, and expert 3 for 3; rank 1 has 48 rows."""
     ids = np.full((2, 50, 1), -1, np.int32)
