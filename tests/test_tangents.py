@@ -17,7 +17,6 @@ from matmul_cases import OPS, served
 
 import jax_ep
 from jax_ep import Group, Implementation, SparseRows, combine, dispatch
-from jax_ep._kit import gemm
 
 SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 5, 2, 16, 8
 
@@ -160,25 +159,3 @@ def test_sparse_sums(
         return helpers.vary(jax_ep.sparse_all_reduce(entries, group=group, **options).values)
 
     assert_tangents(group, total, [values], rng, ids)
-
-
-def test_ragged_dot_as_on_hopper(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Where the core is chosen when lowered; float32 results of 16-bit operands, whose sums are exact."""
-    if not gemm.has_gemm():
-        monkeypatch.setattr(gemm, "has_gemm", lambda: True)
-    lhs, d_lhs = (rng.integers(-4, 5, (30, 16)).astype(jnp.bfloat16) for _ in range(2))
-    rhs, d_rhs = (rng.integers(-4, 5, (3, 16, 24)).astype(jnp.bfloat16) for _ in range(2))
-    sizes = jnp.array([10, 5, 12])
-
-    def product(lhs: Any, rhs: Any) -> jax.Array:
-        return jax_ep.lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
-
-    both = ((lhs, rhs), (d_lhs, d_rhs))
-    out, moved = jax.jit(lambda primals, tangents: jax.jvp(product, primals, tangents))(*both)
-    expert = np.repeat(np.arange(4), [10, 5, 12, 3])
-    wide = [x.astype(np.float32) for x in (*both[0], *both[1])]
-    of_rows = [np.concatenate([x, np.zeros((1, 16, 24), np.float32)])[expert] for x in (wide[1], wide[3])]
-    np.testing.assert_array_equal(out, np.einsum("mk,mkn->mn", wide[0], of_rows[0]))
-    wanted = np.einsum("mk,mkn->mn", wide[2], of_rows[0]) + np.einsum("mk,mkn->mn", wide[0], of_rows[1])
-    np.testing.assert_array_equal(moved, wanted)
-    np.testing.assert_array_equal(jax.linearize(product, *both[0])[1](*both[1]), wanted)
