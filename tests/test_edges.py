@@ -77,7 +77,6 @@ def test_nothing(
         np.testing.assert_array_equal(gradient.reshape(operand.shape), np.zeros_like(operand))
 
 
-@pytest.mark.parametrize("layer", [False, True], ids=["ops", "layer"])
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -88,25 +87,20 @@ def test_nothing(
     ids=["default", "float8", "nodes"],
 )
 @pytest.mark.usefixtures("native")
-def test_operands_without_tokens(
-    shape: dict[str, int], options: dict[str, Any], layer: bool, implementation: Implementation
-) -> None:
-    """Forward, and differentiated."""
+def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], implementation: Implementation) -> None:
+    """Forward, and differentiated; `test_nothing` has the ops."""
     mesh, here = helpers.mesh_of(**shape), tuple(shape.values())
     with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
         by: dict[str, Any] = {"group": group, "implementation": implementation}
 
         def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
-            if layer:
-                return moe_mlp(tokens, ids, weights, Experts(*matrices), **by, **options)[0]
-            out = dispatch(tokens, ids, weights, num_experts=EXPERTS, **by, **options)
-            return combine(out.rows, out.routing, **by)
+            return moe_mlp(tokens, ids, weights, Experts(*matrices), **by, **options)[0]
 
         def both(*operands: jax.Array) -> Any:
-            derived = jax.value_and_grad(lambda *x: jnp.sum(sums(*x)), (0, 1, *range(3, len(operands))))
+            derived = jax.value_and_grad(lambda *x: jnp.sum(sums(*x)), (0, 1, 3, 4, 5))
             return sums(*operands), *derived(*operands)
 
-        shapes = [(0, 128), (0, 2), *([(EXPERTS // group.size, 128, 128)] * 3 if layer else [])]
+        shapes = [(0, 128), (0, 2), *[(EXPERTS // group.size, 128, 128)] * 3]
         operands: list[Any] = [np.ones((*here, *shape), np.float32) for shape in shapes]
         operands.insert(2, np.zeros((*here, 0, 2), np.int32))
         found = helpers.fetch(helpers.per_rank(both, mesh)(*operands))
