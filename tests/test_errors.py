@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
 from helpers import trace
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, combine, dispatch
 from jax_ep.lax import ragged_all_to_all
@@ -202,27 +200,6 @@ def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     with pytest.raises(ValueError, match=rf"^{op}: must be called inside jax\.shard_map over axis 'ep'"):
         OPS[op](group)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_every_axis_must_be_manual(op: str, open_group: OpenGroup) -> None:
-    devices = helpers.mesh_of(dp=2, ep=SIZE).devices
-    mesh = Mesh(devices, ("dp", "ep"), axis_types=(AxisType.Auto, AxisType.Auto))
-    group = open_group(mesh=mesh)
-
-    def body(x: jax.Array) -> jax.Array:
-        OPS[op](group)
-        return x
-
-    partly = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), axis_names={"ep"})
-    with pytest.raises(ValueError, match=rf"^{op}: every mesh axis must be manual .*'dp'"):
-        jax.eval_shape(partly, np.zeros((SIZE, 1)))
-
-
-def test_group_of_another_mesh(open_group: OpenGroup) -> None:
-    group, larger = open_group(SIZE), open_group(2 * SIZE)
-    with pytest.raises(ValueError, match=r"^dispatch: the mesh of this jax\.shard_map is {'ep': 4}, .* {'ep': 2}"):
-        trace(larger, lambda: dispatched(group))
 
 
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
