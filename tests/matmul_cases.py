@@ -6,8 +6,8 @@ from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
 import numpy as np
+from chaos.compare import assert_near
 
 import jax_ep
 from jax_ep import Group, Implementation
@@ -48,17 +48,9 @@ def exact_gradients(op: str, a: np.ndarray, b: np.ndarray, above: np.ndarray) ->
     return np.einsum("mn,rkn->rmk", total, b), np.einsum("rmk,mn->rkn", a, total)
 
 
-def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, roundings: int) -> None:
-    """Within so many roundings to the dtype of the result, and the rounding of float32 sums."""
-    unit = roundings * float(jnp.finfo(actual.dtype).eps) + 64 * 2.0**-23
-    error = np.abs(np.asarray(actual, np.float64) - wanted)
-    allowed = unit * magnitude + float(jnp.finfo(actual.dtype).smallest_subnormal)
-    assert np.all(error <= allowed), f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
-
-
 def assert_right(op: str, actual: Any, operands: Operands) -> None:
     magnitude = exact(op, *(np.abs(x) for x in operands))
-    assert_near(actual, exact(op, *operands), magnitude, roundings=1 + len(operands[0]))
+    assert_near(actual, exact(op, *operands), magnitude, 1 + len(operands[0]), op)
 
 
 def program(op: str, group: Group, **options: Any) -> Callable[..., Any]:

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from chaos.compare import assert_near
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
-from matmul_cases import OPS, Operands, assert_near, assert_right, draw, exact, exact_gradients, program, served
+from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, served
 
 import jax_ep
 from jax_ep import Group, Implementation
@@ -66,7 +67,7 @@ def test_float32_result_and_bias(
 
     out = helpers.fetch(helpers.per_rank(body, group.mesh)(a, b))
     magnitude = exact(op, np.abs(a), np.abs(b)) + np.abs(bias).astype(np.float64)
-    assert_near(out, exact(op, a, b) + bias.astype(np.float64), magnitude, roundings=2 + group.size)
+    assert_near(out, exact(op, a, b) + bias.astype(np.float64), magnitude, 2 + group.size, op)
 
 
 def test_a_hundred_runs_give_the_same_bits(
@@ -99,7 +100,7 @@ def test_all_three_in_a_row_and_independent(open_group: OpenGroup, rng: np.rando
         for index, product in enumerate(products):
             name, scale = list(OPS)[index % 3], 1 + index // 3
             scaled = (a.astype(np.float32) * scale).astype(BFLOAT16)
-            assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), roundings=4)
+            assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), 4, name)
 
 
 def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
@@ -173,7 +174,7 @@ def test_gradients(
     magnitudes = exact_gradients(op, *(np.abs(x) for x in (a, b, above)))
     for mine, right, magnitude in zip(actual, wanted, magnitudes, strict=True):
         assert mine.dtype == dtype
-        assert_near(mine, right, magnitude, roundings=2 * group.size)
+        assert_near(mine, right, magnitude, 2 * group.size, op)
 
 
 @pytest.mark.matrix(1)
