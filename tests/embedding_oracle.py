@@ -34,6 +34,7 @@ DENSE: dict[str, Any] = {
 }
 OPTIMIZERS: dict[str, Any] = {name: lambda rate=0.1, of=of: embedding.by_rows(of(rate)) for name, of in DENSE.items()}
 OPTIMIZERS["rowwise_adagrad"] = lambda rate=0.1: embedding.rowwise_adagrad(rate)
+KINDS = ("sgd", "adamw", "schedule", "rowwise_adagrad")  # with no state, with scalars and the table, our own
 
 
 class DenseTraining:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import OPTIMIZERS, D, DenseTraining, V, dense_gradient
+from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient
 from helpers import bits, fetch, largest_size, wide
 from jax.sharding import PartitionSpec as P
 
@@ -142,7 +142,7 @@ def test_updates_of_touched_rows(rng: np.random.Generator, name: str) -> None:
             assert bits(actual[untouched]) == bits(before[untouched])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
     optimizer, table = OPTIMIZERS[name](), jax.ShapeDtypeStruct((100_000, 64), jnp.float32)
     ids, weights = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
@@ -160,7 +160,7 @@ def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_tables_of_half_precision(rng: np.random.Generator, name: str, dtype: Any) -> None:
     optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D)), dtype)
@@ -186,7 +186,7 @@ def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_64_bits(rng: np.random.Generator, name: str) -> None:
     """With int64 ids and a float64 learning rate, all else remains in 32 bits, and what it is with those."""
     table = jnp.asarray(rng.standard_normal((V, D), np.float32))
@@ -216,7 +216,7 @@ def test_64_bits(rng: np.random.Generator, name: str) -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", KINDS)
 def test_data_parallel_training(
     rng: np.random.Generator, open_group: OpenGroup, implementation: Implementation, name: str, check_vma: bool
 ) -> None:
