@@ -35,17 +35,23 @@ def launch(nodes: int, devices: int, *what: str, processes: int = 1, **options: 
 
 @pytest.mark.parametrize(("nodes", "processes", "devices"), SHAPES)
 def test_as_one_group_of_all_ranks(nodes: int, processes: int, devices: int) -> None:
-    """On a CPU of two nodes also calls that differ, and the demo, whose losses are those of one process and node."""
-    more = ("mismatch", "demo") if ON_CPU and nodes == 2 else ()
-    output = launch(nodes, devices, "all", *more, *["close"] * (nodes == 2), processes=processes)
+    """On a CPU of two nodes also calls that differ."""
+    more = ["mismatch"] * (ON_CPU and nodes == 2) + ["close"] * (nodes == 2)
+    output = launch(nodes, devices, "all", *more, processes=processes)
     assert "PeerLostError" not in output  # of groups that were closed or dropped
-    if more:
-        losses = worker.losses_of_the_demo(None)
-        assert losses[-1] < losses[0]
-        printed = re.findall(r"^losses (.*)$", output, re.MULTILINE)
-        assert len(printed) == 2
-        for line in printed:
-            np.testing.assert_allclose([float(x) for x in line.split()], losses, rtol=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not ON_CPU, reason="losses are those of one process of the same devices")
+def test_the_losses_of_the_demo() -> None:
+    """They are those of one process and node."""
+    output = launch(2, 4, "demo")
+    losses = worker.losses_of_the_demo(None)
+    assert losses[-1] < losses[0]
+    printed = re.findall(r"^losses (.*)$", output, re.MULTILINE)
+    assert len(printed) == 2
+    for line in printed:
+        np.testing.assert_allclose([float(x) for x in line.split()], losses, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
