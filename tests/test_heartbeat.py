@@ -18,7 +18,7 @@ from jax_ep.runtime.progress import Progress
 from jax_ep.runtime.timeouts import Deadline
 
 TIMEOUT = 20.0  # of what must come about
-SHORT = 1.5  # of what must not
+SHORT = 0.75  # of what must not
 Opening = Future[Liveness]
 
 
@@ -69,19 +69,9 @@ def await_that(condition: Callable[[], bool]) -> None:
 def assert_missing(missing: str, *openings: Opening) -> None:
     for opening in openings:
         with pytest.raises(
-            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within 1.5 s"
+            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within {SHORT} s"
         ):
             opening.result(TIMEOUT)
-
-
-def test_all_are_there(processes: Processes) -> None:
-    start = time.monotonic()
-    for _ in range(3):
-        groups = processes.open_all("a group")
-        assert all(group.error() is None for group in groups)
-        for group in groups:
-            group.close()
-    assert time.monotonic() - start < TIMEOUT / 2
 
 
 def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
@@ -249,7 +239,7 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
         processes.store.left[f"{heartbeat._FOLDER}/{key}"] = valid
     monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
     groups = processes.open_all("a group", seconds=1.0)
-    time.sleep(SHORT)
+    time.sleep(2 * SHORT)
     assert all(group.error() is None for group in groups)
     processes.threads[2].stop()
     await_that(lambda: groups[0].error() is not None)
