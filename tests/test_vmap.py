@@ -68,16 +68,6 @@ def test_dispatch_and_combine(
     assert_as_a_loop(group, there_and_back(group, implementation), in_axes, operands, rtol=1e-6, atol=1e-6)
 
 
-def test_layers(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """A batch of one model's inputs, and their gradients."""
-    group = open_group(SIZE)
-    tokens, weights, _, ids = draw(rng)
-    matrices = rng.standard_normal((3, SIZE, EXPERTS // SIZE, HIDDEN, HIDDEN)).astype(np.float32) / 4
-    layer = partial(helpers.moe_sums, group=group, implementation=implementation)
-    both = jax.value_and_grad(lambda *operands: jnp.sum(layer(*operands) ** 2), argnums=(0, 2, 3, 5))
-    assert_as_a_loop(group, both, (0, 0, 0, *[None] * 3), (tokens, ids, weights, *matrices), rtol=1e-5, atol=1e-5)
-
-
 def test_a_batch_without_room(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """No error where all fits, and one where a single call of the batch does not."""
     group = open_group(SIZE)
@@ -94,17 +84,6 @@ def test_a_batch_without_room(implementation: Implementation, open_group: OpenGr
     ids[:, 1] = 0
     with helpers.expect_failure(group, CapacityError, f"rank 0 needs {CAPACITY} rows", implementation):
         helpers.fetch(program(tokens, ids))
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_products(op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
-    square = rng.integers(-4, 4, (SIZE, BATCH, 8, 8)).astype(jnp.bfloat16)  # GPUs multiply 16-bit operands only
-
-    def alike(*factors: jax.Array) -> jax.Array:
-        return helpers.vary(OPS[op](*factors, group=group, implementation=implementation))
-
-    assert_as_a_loop(group, alike, (0, None), (square, square[:, 0]))
 
 
 def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
