@@ -103,12 +103,12 @@ def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[d
 
 
 def test_as_one_process(tmp_path: Path) -> None:
-    """Whether peers map memory or stage it, also within a process. Then what else may go wrong between processes: what
-    test_mismatch.py and test_beside_collectives.py have of one, and a process that is lost."""
+    """Whether peers map memory or stage it, also within a process. Then what test_mismatch.py and
+    test_beside_collectives.py have of one."""
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     expected, ops = in_one_process()
     assert helpers.bits(in_one_process(staged=True)[0]) == helpers.bits(expected)
-    checks = ["mapped", "staged", "errors", "mismatches", "beside", *["resources"] * (jax.device_count() > 1), "lose"]
+    checks = ["mapped", "staged", "overflow", "mismatches", "beside", *["resources"] * (jax.device_count() > 1)]
     shared = [] if ON_CPU or GPUS >= PROCESSES else ["--shared"]
     output = launch(tmp_path, *checks, *shared, environment=None if ON_CPU else RAGGED_BY_NCCL)
     for way in ("mapped", "staged"):
@@ -131,7 +131,7 @@ def test_as_one_process(tmp_path: Path) -> None:
 )
 def test_other_memory(environment: dict[str, str], tmp_path: Path) -> None:
     expected, ops = in_one_process()
-    launch(tmp_path, "mapped", "errors", environment=environment)
+    launch(tmp_path, "mapped", "overflow", environment=environment)
     found = assemble(tmp_path, "mapped", expected)
     assert_right(found, ops)
     assert helpers.bits(found) == helpers.bits(expected)
@@ -140,7 +140,7 @@ def test_other_memory(environment: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.skipif(ON_CPU or GPUS >= MORE_RANKS, reason="for few GPUs")
 def test_more_ranks_than_gpus(tmp_path: Path) -> None:
     on_cpu, ops = in_one_process(mesh=Mesh(np.array(jax.devices("cpu")[:MORE_RANKS]), ("ep",)))
-    launch(tmp_path, "mapped", "errors", processes=MORE_RANKS)
+    launch(tmp_path, "mapped", "overflow", processes=MORE_RANKS)
     assert_right(assemble(tmp_path, "mapped", on_cpu, MORE_RANKS), ops)
 
 
