@@ -1,6 +1,6 @@
 """The formulations of dispatch and combine that benchmarks compare, as functions of one rank's arrays.
 
-XLA's two sort the assignments by expert, send each rank the rows meant for it, and regroup by expert what arrived. Rows
+XLA's sorts the assignments by expert, sends each rank the rows meant for it, and regroups by expert what arrived. Rows
 move by gathers only: XLA's scatters are slower. Shapes of a rank: R ranks, T tokens, top-K, C rows of room.
 """
 
@@ -20,13 +20,12 @@ class Formulation(NamedTuple):
     """`dispatch(tokens, ids, weights)` returns a state whose first two leaves are the rows and their group sizes;
     `combine(state, weights)` brings those very rows back."""
 
-    name: str
     dispatch: Callable[..., Any]
     combine: Callable[..., jax.Array]
 
 
 class State(NamedTuple):
-    """Of a formulation of XLA's."""
+    """Of XLA's formulation."""
 
     rows: jax.Array  # [C, H] by local expert
     group_sizes: jax.Array  # [E / R]
@@ -42,7 +41,7 @@ def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, **options: Any)
         del weights  # they travelled with the dispatch
         return jax_ep.combine(state.rows, state.routing, group=group)
 
-    return Formulation("jax_ep", dispatch, combine)
+    return Formulation(dispatch, combine)
 
 
 def block_rows(mean_rows: float) -> int:
@@ -74,35 +73,7 @@ def padded_all_to_all(experts: int, block: int) -> Formulation:
         returned = jax.lax.all_to_all(blocks, AXIS, 0, 0).reshape(as_received.shape)
         return _weighted(returned[state.sent], weights)
 
-    return Formulation("padded all_to_all", dispatch, combine)
-
-
-def ragged_all_to_all(experts: int, capacity: int, exchange: Callable[..., jax.Array]) -> Formulation:
-    """From `jax.lax.ragged_all_to_all`: exact, without padding. One all_gather of counts gives all offsets."""
-
-    def starts(counts: jax.Array, axis: int) -> jax.Array:
-        return jnp.cumsum(counts, axis) - counts
-
-    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> State:
-        del weights
-        me = jax.lax.axis_index(AXIS)
-        _, order, by_rank = _sorted_by_expert(ids, experts)
-        counts = jax.lax.all_gather(by_rank, AXIS)  # [R, R] rows from each source to each destination
-        plan = (starts(counts, 1)[me], by_rank, starts(counts, 0)[me], counts[:, me])
-        room = jnp.zeros((capacity, tokens.shape[1]), tokens.dtype)
-        rows = exchange(tokens[order // ids.shape[1]], room, *plan, axis_name=AXIS)
-        nobody = jnp.full(capacity, experts, jnp.int32)
-        received = exchange(ids.reshape(-1)[order], nobody, *plan, axis_name=AXIS)
-        return _regrouped(rows, received, experts, (order, counts))
-
-    def combine(state: State, weights: jax.Array) -> jax.Array:
-        (order, counts), me = state.sent, jax.lax.axis_index(AXIS)
-        as_received = state.rows[jnp.argsort(state.regrouped)]
-        plan = (starts(counts, 0)[:, me], counts[:, me], starts(counts, 1)[:, me], counts[me])
-        room = jnp.zeros((weights.size, as_received.shape[1]), as_received.dtype)
-        return _weighted(exchange(as_received, room, *plan, axis_name=AXIS)[jnp.argsort(order)], weights)
-
-    return Formulation("ragged_all_to_all", dispatch, combine)
+    return Formulation(dispatch, combine)
 
 
 def _sorted_by_expert(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -252,7 +252,7 @@ def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -
     layers = {OURS: ours(group, room)}
     if group._resolve("bench", "auto") != "xla":
         layers[CHAIN] = by_exchange(jax_ep_ops(group, shape.experts, room))
-    layers[PADDED] = by_exchange(moe.choose(case, needed, group)[1])
+    layers[PADDED] = by_exchange(moe.padded_for(case, needed, group))
     narrow: tuple[Any, ...] = ()
     if options.float8:
         narrow = quantized(matrices, mesh)

@@ -41,7 +41,7 @@ SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
 COLUMNS = (
     "shape | op | jax_ep, us | kernel, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
-    "| padded all_to_all, us | ragged_all_to_all, us | ratio to the best XLA"
+    "| padded all_to_all, us | ratio to the best XLA"
 )
 
 
@@ -53,13 +53,12 @@ class Result:
     op: str
     ours: float
     kernel: float | None  # of ours, by the device's events
-    others: dict[str, float]  # by formulation
+    padded: float  # of XLA's, which has no other wire and no budget of SMs: it competes as it is
     remote_bytes: int
 
 
 class Candidate(NamedTuple):
     op: str  # "dispatch" or "combine", and how
-    formulation: str
     loop: Loop
 
 
@@ -82,10 +81,9 @@ def run(group: jax_ep.Group, repeats: int, quick: bool, name_contains: str) -> N
 
 def line(result: Result, limit: float) -> str:
     rate = result.remote_bytes / result.ours * 1e6
-    others = [result.others.get(name) for name in ("padded all_to_all", "ragged_all_to_all")]
     cells = [str(result.case), result.op, cell(result.ours), cell(result.kernel), f"{rate / 1e9:,.1f}"]
-    cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", *map(cell, others)]
-    return row(*cells, f"{min(result.others.values()) / result.ours:.2f}")
+    cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", cell(result.padded)]
+    return row(*cells, f"{result.padded / result.ours:.2f}")
 
 
 def cell(microseconds: float | None) -> str:
@@ -107,9 +105,9 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
     shape = case.shape
     ids = make_ids(case, group.size)
     needed = load(ids, shape.experts, group.size)
-    formulations = choose(case, needed, group)
+    padded = padded_for(case, needed, group)
     inputs = make_inputs(shape, ids, group.mesh)
-    states = prepare(case, formulations, group, inputs)
+    ours_state, padded_state = prepare(case, capacity(case, needed), padded, group, inputs)
 
     with contextlib.ExitStack() as stack:
         groups = {"": group}
@@ -118,35 +116,30 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
         ours = [
             candidate._replace(op=candidate.op + how)
             for how, one in groups.items()
-            for candidate in our_candidates(shape, capacity(case, needed), one, inputs, states[0])
+            for candidate in our_candidates(shape, capacity(case, needed), one, inputs, ours_state)
         ]
-        others = [
-            candidate
-            for one, state in zip(formulations[1:], states[1:], strict=True)
-            for candidate in xla_candidates(one, inputs, state)
-        ]
-        loops = [candidate.loop for candidate in ours + others]
+        others = {
+            "dispatch": Loop(padded.dispatch, inputs[:2], inputs[2], calls=20),
+            "combine": Loop(padded.combine, (padded_state,), inputs[2], calls=20),
+        }
+        loops = [*(candidate.loop for candidate in ours), *others.values()]
         programs = compile_loops(loops, group.mesh)
         times = median_microseconds(loops, programs, repeats)
         kernels = [kernel_microseconds(program) for program in programs[: len(ours)]]
         for one in groups.values():
             one.check()
+    of_padded = dict(zip(others, times[len(ours) :], strict=True))
     return [
         Result(
             case,
             one.op,
             time,
             kernel,
-            competitors(one, others, times[len(ours) :]),
+            of_padded["dispatch" if one.op.startswith("dispatch") else "combine"],
             needed.remote_rows * row_bytes(one.op, shape),
         )
         for one, time, kernel in zip(ours, times[: len(ours)], kernels, strict=True)
     ]
-
-
-def competitors(ours: Candidate, others: list[Candidate], times: list[float]) -> dict[str, float]:
-    """XLA's formulations have no other wire and no budget of SMs: they compete as they are."""
-    return {other.formulation: time for other, time in zip(others, times, strict=True) if ours.op.startswith(other.op)}
 
 
 def row_bytes(op: str, shape: Shape) -> int:
@@ -155,18 +148,11 @@ def row_bytes(op: str, shape: Shape) -> int:
     return shape.hidden * jnp.dtype(shape.dtype).itemsize
 
 
-def choose(case: Case, needed: Load, group: jax_ep.Group) -> list[Formulation]:
-    """Ours first, each with just the room that this routing asks for."""
-    shape, room = case.shape, capacity(case, needed)
+def padded_for(case: Case, needed: Load, group: jax_ep.Group) -> Formulation:
+    """XLA's formulation, with just the room that this routing asks for."""
+    shape = case.shape
     block = forms.block_rows(shape.tokens * shape.top_k / group.size) if case.routing == "uniform" else 0
-    found = [
-        forms.jax_ep_ops(group, shape.experts, room),
-        forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8)),
-    ]
-    if case.ragged:  # jax.lax has none on the CPU
-        exchange = jax_ep.lax.ragged_all_to_all if group.platform == "cpu" else jax.lax.ragged_all_to_all
-        found.append(forms.ragged_all_to_all(shape.experts, room, exchange))
-    return found
+    return forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8))
 
 
 def our_candidates(
@@ -194,39 +180,27 @@ def our_candidates(
         loops[FP8_ROWS] = dispatch(wire="float8_rows")
         loops[f"{FP8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
     loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
-    return [Candidate(op, "jax_ep", loop) for op, loop in loops.items()]
+    return [Candidate(op, loop) for op, loop in loops.items()]
 
 
-def xla_candidates(formulation: Formulation, inputs: Inputs, state: Any) -> list[Candidate]:
-    calls = 2 if formulation.name == "ragged_all_to_all" else 20
-    return [
-        Candidate("dispatch", formulation.name, Loop(formulation.dispatch, inputs[:2], inputs[2], calls)),
-        Candidate("combine", formulation.name, Loop(formulation.combine, (state,), inputs[2], calls)),
-    ]
-
-
-def prepare(case: Case, formulations: list[Formulation], group: jax_ep.Group, inputs: Inputs) -> tuple[Any, ...]:
-    """The state of each after its dispatch; raises unless all deliver the same rows in the same order and sums."""
+def prepare(case: Case, room: int, padded: Formulation, group: jax_ep.Group, inputs: Inputs) -> tuple[Any, Any]:
+    """Our state after a dispatch, and XLA's; raises unless both deliver the same rows in the same order and sums."""
 
     def run(one: Formulation) -> tuple[Any, jax.Array]:
         def both(*operands: jax.Array) -> tuple[Any, jax.Array]:
             state = one.dispatch(*operands)
             return state, one.combine(state, operands[2])
 
-        return jax.block_until_ready(
-            on_ranks(both, group.mesh)(*inputs)
-        )  # alone: the formulations must not wait for each other
+        return jax.block_until_ready(on_ranks(both, group.mesh)(*inputs))  # alone: they must not wait for each other
 
     def compare(a: tuple[Any, jax.Array], b: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return rows_differ(a[0], b[0])[None], relative_error(a[1], b[1])[None]
 
-    results = [run(one) for one in formulations]
-    tolerance = 16 * float(jnp.finfo(case.shape.dtype).eps)
-    for one, result in zip(formulations[1:], results[1:], strict=True):
-        wrong, errors = map(np.asarray, on_ranks(compare, group.mesh)(results[0], result))
-        if np.any(wrong) or not np.all(errors < tolerance):
-            raise AssertionError(f"{case}: {one.name} disagrees with ours: rows {wrong}, sums {errors}")
-    return tuple(state for state, _ in results)
+    ours, others = run(forms.jax_ep_ops(group, case.shape.experts, room)), run(padded)
+    wrong, errors = map(np.asarray, on_ranks(compare, group.mesh)(ours, others))
+    if np.any(wrong) or not np.all(errors < 16 * float(jnp.finfo(case.shape.dtype).eps)):
+        raise AssertionError(f"{case}: padded all_to_all disagrees with ours: rows {wrong}, sums {errors}")
+    return ours[0], others[0]
 
 
 def rows_differ(a: Any, b: Any) -> jax.Array:
@@ -243,9 +217,7 @@ def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line(
-        "moe", __doc__, "only shapes that are compared with ragged_all_to_all; of the sweep, decoding"
-    )
+    parser = command_line("moe", __doc__, "T=128 and T=4096; of the sweep, decoding")
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
     options = parser.parse_args(arguments)
 

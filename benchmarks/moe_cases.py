@@ -46,7 +46,7 @@ class Model:
 class Case:
     shape: Shape
     routing: str = "uniform"  # or "Zipf", "all-to-one"
-    ragged: bool = False  # also time jax.lax.ragged_all_to_all, which is slow
+    quick: bool = False
     few_sms: tuple[int, ...] = ()  # also time ours on so many SMs
 
     def __str__(self) -> str:
@@ -73,8 +73,8 @@ _TINY = Shape(64, 256, 2, 16, "bfloat16")
 
 FAMILIES: Families = {
     "H=7168, top-8 of 256, uniform routing": [
-        *(Case(dataclasses.replace(_LARGE, tokens=tokens), ragged=tokens == 128) for tokens in _SMALL),
-        Case(_LARGE, ragged=True, few_sms=(16, 24)),
+        *(Case(dataclasses.replace(_LARGE, tokens=tokens), quick=tokens == 128) for tokens in _SMALL),
+        Case(_LARGE, quick=True, few_sms=(16, 24)),
         Case(dataclasses.replace(_LARGE, tokens=8192)),
     ],
     "Other models, T=4096, uniform routing": [
@@ -88,16 +88,16 @@ FAMILIES: Families = {
 TINY_FAMILIES: Families = {
     "Tiny, uniform routing": [
         Case(_TINY, few_sms=(24,)),
-        Case(dataclasses.replace(_TINY, tokens=128, hidden=192), ragged=True),
+        Case(dataclasses.replace(_TINY, tokens=128, hidden=192), quick=True),
     ],
-    "Tiny, skewed routing": [Case(_TINY, "Zipf"), Case(_TINY, "all-to-one", ragged=True)],
+    "Tiny, skewed routing": [Case(_TINY, "Zipf"), Case(_TINY, "all-to-one", quick=True)],
 }
 
 
 def select(families: Families, *, quick: bool, name_contains: str) -> Families:
-    """The cases whose name contains the string; with `quick` those of the first family that are compared with all."""
+    """The cases whose name contains the string; with `quick` the quick ones of the first family."""
     chosen = {
-        title: [case for case in cases if name_contains in str(case) and (case.ragged or not quick)]
+        title: [case for case in cases if name_contains in str(case) and (case.quick or not quick)]
         for title, cases in list(families.items())[: 1 if quick else None]
     }
     return {title: cases for title, cases in chosen.items() if cases}
