@@ -35,26 +35,6 @@ def test_many_tokens_experts_or_values(
     helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=experts)
 
 
-@pytest.mark.parametrize(("alignment", "capacity"), [(1, 7), (4, 8), (4, None)])
-def test_group_sizes_of_a_routing(
-    alignment: int,
-    capacity: int | None,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
-) -> None:
-    group, case = open_group(4), helpers.draw_case(rng, 4, 6, 3, EXPERTS, 16)
-    options: dict[str, Any] = {"alignment": alignment, "capacity": capacity, "on_overflow": "drop"}
-
-    def both(tokens: Any, ids: Any, weights: Any) -> Any:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options)
-        return out.group_sizes, out.routing.group_sizes
-
-    sizes, derived = helpers.fetch(helpers.per_rank(both, group.mesh)(*case))
-    assert derived.dtype == sizes.dtype == np.int32
-    np.testing.assert_array_equal(derived, sizes)
-
-
 @pytest.mark.parametrize(
     ("ids_dtype", "weights_dtype"), [(np.int8, ml_dtypes.bfloat16), (np.uint32, np.float16), (np.int64, np.float64)]
 )
