@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_ragged_dot
-from helpers import mesh_of
-from jax.sharding import PartitionSpec as P
 from test_ragged_dot import BFLOAT16, FLOAT16, FLOAT32
 
 from jax_ep._kit import gemm
@@ -165,27 +163,6 @@ def test_vmap(batched: tuple[int | None, ...], rng: np.random.Generator) -> None
         unused = drawn[0][4]
         right = exact(case, lhs, rhs, sizes, indices, unused)[0]
         assert_near(mine, right, exact(case, np.abs(lhs), np.abs(rhs), sizes, indices, unused)[0])
-
-
-@pytest.mark.usefixtures("core")
-def test_inside_shard_map(rng: np.random.Generator) -> None:
-    """With check_vma: every device gathers from the same matrix."""
-    if "cpu" in gemm.pallas_platforms():
-        pytest.skip("Pallas interprets inside shard_map with check_vma=False alone")
-    case = Case(20, 48, 16, 24, (20, 0, 25))
-    drawn = [draw(rng, case, BFLOAT16) for _ in range(2)]
-    lhs, rhs = drawn[0][:2]
-    sizes, indices = (np.concatenate([x[i] for x in drawn]) for i in (2, 3))
-    body = jax.shard_map(
-        lambda lhs, rhs, sizes, indices: ragged_dot(lhs, rhs, sizes, lhs_indices=indices),
-        mesh=mesh_of(ep=2),
-        in_specs=(P(), P(), P("ep"), P("ep")),
-        out_specs=P("ep"),
-    )
-    out = np.asarray(jax.jit(body)(lhs, rhs, sizes, indices))
-    for i, each in enumerate(drawn):
-        right = exact(case, lhs, rhs, each[2], each[3], each[4])[0]
-        np.testing.assert_allclose(out[i * 48 : (i + 1) * 48].astype(np.float64), right, rtol=0.02, atol=0.05)
 
 
 def test_bad_indices_are_refused() -> None:
