@@ -113,14 +113,6 @@ def test_no_entries(sharded: bool, way: Way) -> None:
 
 
 @inside_a_node
-def test_many_entries_of_few_rows(way: Way, rng: np.random.Generator) -> None:
-    """Runs long enough to be summed by all coops together, beside short ones and single entries."""
-    ids = rng.choice(np.array([3, 3, 3, 3, 500, 500, 777, 2, 9], np.int32), (4, 1500))
-    ids[0, :40] = np.arange(40)
-    way.check(ids, cases.draw_values(rng, ids, 200), capacity=64)
-
-
-@inside_a_node
 def test_runs_of_all_lengths(way: Way, rng: np.random.Generator) -> None:
     """Wide rows have equal bits on every run: chains and scans, whole runs and runs in parts, side by side."""
     lengths = [1, 2, 3, 5, 16, 31, 32, 33, 63, 64, 65, 100, 1, 2, 2, 47, 2500]
