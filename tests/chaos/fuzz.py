@@ -24,7 +24,7 @@ from .programs import Program
 from .ragged import Ragged
 from .report import Report, devices_here, parser, prepare_devices
 from .routed import Float8, Gradients, RoundTrip
-from .sparse import AllReduce, AllReduceGradient, Coalesce
+from .sparse import AllReduce, AllReduceGradient
 
 PROGRAMS: tuple[type[Program], ...] = (
     RoundTrip,
@@ -39,7 +39,6 @@ PROGRAMS: tuple[type[Program], ...] = (
     Float8,
     MoeMlp,
     Product,
-    Coalesce,
 )
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,

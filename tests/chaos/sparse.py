@@ -1,4 +1,4 @@
-"""Random programs of sparse_all_reduce and coalesce."""
+"""Random programs of sparse_all_reduce."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import sparse_cases
 from helpers import BIG
 
-from jax_ep import CapacityError, Group, Implementation, SparseRows, coalesce, sparse_all_reduce
+from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
 
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled
@@ -138,29 +138,4 @@ class AllReduceGradient(Entries):
                 exact[rank, entry] += above[holder, index].astype(np.float64) / divisor
                 magnitude[rank, entry] += np.abs(above[holder, index]) / divisor
         assert_near(actual, exact, magnitude, 2, "gradient")
-        return False
-
-
-class Coalesce(Entries):
-    """Not a collective: every rank's own rows."""
-
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
-        self.capacity = max(1, min(self.capacity, self.entries))
-        self.options |= {"capacity": self.capacity}
-
-        def coalesced(ids: jax.Array, values: jax.Array, *counts: jax.Array) -> SparseRows:
-            count, ignored, dropped = counts
-            rows = SparseRows(ids, values, count, self.num_rows, ignored, dropped)
-            return coalesce(rows, capacity=self.capacity)
-
-        self.run = compiled(coalesced, group)
-
-    def check(self, rng: np.random.Generator) -> bool:
-        drawn = self.draw(rng)
-        actual = helpers.fetch(self.run(*drawn))
-        for rank in range(self.group.size):
-            ids, values, counts, ignored, dropped = (x[rank : rank + 1] for x in drawn)
-            here: SparseRows = jax.tree.map(lambda x, rank=rank: x[rank : rank + 1], actual)
-            self.assert_reduced(here, self.wanted(ids, values, counts), ignored, dropped)
         return False
