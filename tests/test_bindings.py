@@ -1,4 +1,4 @@
-"""What the libraries tell of an op's results, and calls that do not fit the op: as a program from a file may make."""
+"""Settings that no op has, and calls that do not fit the op: as a program from a file may make."""
 
 import re
 from typing import Any
@@ -27,59 +27,8 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
-def test_results_follow_from_the_settings() -> None:
-    scatter = SCATTER | SCATTER_OPTIONS | {"dtype": "bfloat16"}
-    assert types_of("scatter", **scatter) == [("rows", "bfloat16", [8, 4])]
-    results = {"rows": ("float32", [8, 256]), "row_of": ("int32", [2, 3, 2]), "group_sizes": ("int32", [2])}
-    found = {
-        name: (dtype, shape)
-        for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | {"hidden": 256})
-    }
-    assert found.items() >= results.items()
-    assert "scales" not in found
-    float8 = {"hidden": 256, "wire": "float8_rows"}
-    found = {name: (dtype, shape) for name, dtype, shape in types_of("dispatch", dtype="float32", **DISPATCH | float8)}
-    assert found["rows"] == ("uint8", [8, 256])
-    assert found["scales"] == ("float32", [8, 2])
-    landed = types_of("dispatch", dtype="float32", **DISPATCH | float8 | {"expand": False})  # by slot: R T
-    for result in ("rows", "uint8", [6, 256]), ("scales", "float32", [6, 2]), ("indices", "int32", [8]):
-        assert result in landed
-
-
 PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_rhs": False}
 DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
-UNION = {"entries": 3, "num_rows": 7, "capacity": 4}
-ALIKE = {"places", "bounds", "all_missing"}
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "op", "alike"),
-    [
-        ("sparse_union", UNION | {"sharded": False}, "sparse_all_reduce", ALIKE | {"indices"}),
-        ("sparse_union", UNION | {"sharded": True}, "sparse_all_reduce", ALIKE),
-        ("scatter", SCATTER | SCATTER_OPTIONS, "scatter", set()),
-        ("gather_matmul", PRODUCT | DTYPES, "all_gather_matmul", set()),
-    ],
-)
-def test_a_call_says_its_op_and_what_ranks_have_alike(
-    name: str, settings: dict[str, Any], op: str, alike: set[str]
-) -> None:
-    found, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
-    assert found == op
-    assert {result for result, _, _, on_all_ranks in types if on_all_ranks} == alike
-
-
-def test_a_workspace_is_the_last_result_and_aligned() -> None:
-    combine = {"num_tokens": 3, "top_k": 2, "hidden": 5, "capacity": 8, "weighted": False, "returning": True}
-    assert types_of("combine", dtype="float32", **combine) == [
-        ("combined", "float32", [3, 5]),
-        ("returned", "float32", [3, 2]),
-        ("workspace", "uint8", [256]),  # 2 * 3 * 5 values
-    ]
-    assert [name for name, _, _ in types_of("combine", dtype="float32", **combine | {"num_tokens": 0})] == [
-        "combined",
-        "returned",
-    ]
 
 
 @pytest.mark.parametrize(
