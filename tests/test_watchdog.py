@@ -198,15 +198,6 @@ def test_report_of_a_group_without_kernels(open_group: OpenGroup, monkeypatch: p
     assert open_group(SIZE).report() == []
 
 
-def test_a_closed_group_has_no_watchdog(open_group: OpenGroup) -> None:
-    open_group(SIZE).close()
-    before = {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"}
-    group = open_group(SIZE)
-    assert {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"} > before
-    group.close()
-    assert {thread for thread in threading.enumerate() if thread.name == "jax_ep watchdog"} <= before
-
-
 STOPPED = """
 import numpy as np, time
 group = Group(helpers.mesh_of(ep=here.SIZE), "ep", timeout=2.0)
