@@ -125,7 +125,7 @@ def test_gradients(
     np.testing.assert_allclose(d_rows, wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("nodes", "ranks", "experts"), [(2, 2, 12), (2, 4, 24)])
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_across_nodes(

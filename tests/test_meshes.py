@@ -30,7 +30,7 @@ def flat(*ranks: np.ndarray) -> list[np.ndarray]:
     return [x.reshape(-1, *x.shape[2:]) for x in ranks]
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]], ids=" ".join)
 @pytest.mark.parametrize("lines", [1, 2])
 def test_ranks_of_two_axes(
@@ -259,7 +259,7 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
         jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("unvarying", ["tokens", "ids", "weights", "tokens ids weights"])
 def test_operands_equal_on_all_ranks(

@@ -142,7 +142,7 @@ def test_gradients_of_products(
     assert_tangents(group, gradient, [a, b], rng)
 
 
-@pytest.mark.matrix
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("op", sparse_cases.OPS)
 def test_sparse_sums(
