@@ -1,7 +1,6 @@
-"""ragged_dot beside jax.lax's and torch's, and a dense product of XLA's: `python -m jax_ep bench matmul`."""
+"""ragged_dot beside jax.lax's, and a dense product of XLA's: `python -m jax_ep bench matmul`."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,7 +31,7 @@ from .tables import heading, row
 SEED = 0
 OURS, PALLAS, BFLOAT16 = "jax_ep", "by Pallas", "jax_ep, bfloat16"
 GATHERED = "jax_ep, gathered"  # rows of a random permutation
-LAX, DENSE, TORCH = "jax.lax.ragged_dot", "dense XLA", "torch"
+LAX, DENSE = "jax.lax.ragged_dot", "dense XLA"
 CALLS, LAX_CALLS = 20, 2  # jax.lax's is slow
 
 
@@ -151,42 +150,6 @@ def check_alike(mine: Any, others: Any, lhs: Any, rhs: Any, sizes: jax.Array) ->
         raise AssertionError(f"the product differs from the other by {worst} beyond the rounding of the result")
 
 
-@dataclasses.dataclass(frozen=True)
-class TorchResult:
-    """What `jax.block_until_ready` can wait for."""
-
-    event: Any
-
-    def block_until_ready(self) -> None:
-        self.event.synchronize()
-
-
-def torch_program(lhs: Any, rhs: Any, sizes: jax.Array, calls: int) -> Callable[[], TorchResult]:
-    """So many calls of torch's product of the same values; in float8 with a scale per row and one per column."""
-    import torch  # pyright: ignore[reportMissingImports]
-
-    ends = torch.cumsum(torch.from_dlpack(sizes), 0, dtype=torch.int32)
-    if isinstance(lhs, float8.Float8Rows):
-        a, b = (torch.from_dlpack(x.bits).view(torch.float8_e4m3fn) for x in (lhs, rhs))
-        b = b.transpose(-2, -1)
-        of_rows = torch.ones(a.shape[0], device=a.device)
-        of_columns = torch.ones(b.shape[0], b.shape[2], device=a.device)
-        options: dict[str, Any] = {"out_dtype": torch.bfloat16}
-        if b.shape[0] == 1:
-            multiply = partial(torch._scaled_mm, a, b[0], of_rows[:, None], of_columns, **options)
-        else:
-            multiply = partial(torch._scaled_grouped_mm, a, b, of_rows, of_columns, offs=ends, **options)
-    else:
-        multiply = partial(torch._grouped_mm, *(torch.from_dlpack(x) for x in (lhs, rhs)), offs=ends)
-
-    def run() -> TorchResult:
-        for _ in range(calls):
-            multiply()
-        return TorchResult(torch.cuda.current_stream().record_event())
-
-    return run
-
-
 def ways(case: Case, by: str) -> tuple[dict[str, tuple[Any, Any, Any]], jax.Array]:
     """By formulation its product of (rhs, sizes, lhs), lhs and rhs, the first that of `by`; and group sizes.
 
@@ -212,7 +175,7 @@ def ways(case: Case, by: str) -> tuple[dict[str, tuple[Any, Any, Any]], jax.Arra
     return {name: (one, lhs, rhs) for name, one in products.items()}, sizes
 
 
-def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool, by: str) -> dict[str, float]:
+def measure(case: Case, mesh: Mesh, repeats: int, pause: float, by: str) -> dict[str, float]:
     """Microseconds by formulation.
 
     All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
@@ -220,11 +183,7 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, with_torch: bool
     found, sizes = ways(case, by)
     calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
     loops = {name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}
-    programs: list[Callable[[], object]] = [*compile_loops(list(loops.values()), mesh)]
-    if with_torch:
-        _, lhs, rhs = found[OURS]
-        loops[TORCH] = loops[OURS]
-        programs.append(torch_program(lhs, rhs, sizes, calls))
+    programs = compile_loops(list(loops.values()), mesh)
     hot = not pause and mesh.devices.flat[0].platform != "cpu"
     times = dict(zip(loops, median_microseconds(list(loops.values()), programs, repeats, pause, hot), strict=True))
     if by == "core":
@@ -254,19 +213,17 @@ def main(arguments: list[str]) -> int:
 
     device, by = jax.devices()[0], options.by
     on_cpu = device.platform == "cpu"
-    with_torch = not on_cpu and by != "pallas" and importlib.util.find_spec("torch") is not None
     core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: XLA multiplies"
-    print(header([device], core, ["matmul", *arguments], ["torch"] if with_torch else []))
+    print(header([device], core, ["matmul", *arguments]))
     print(f"- results in bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
     print(f"- {describe_pause(options.pause)}")
     print(f"- {DENSE}: one product of as many rows, in float8 without scales")
-    print(f"- {TORCH}: _grouped_mm; in float8 _scaled_grouped_mm or _scaled_mm, with a scale per row and per column")
     print(f"- all but {LAX}, in which the GPU rests, take turns\n")
     cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
     mesh, begun = Mesh(np.array([device]), ("one",)), False
     for case in cases:
         if options.shapes in str(case) and (case.quick or not options.quick):
-            times = measure(case, mesh, options.repeats, options.pause, with_torch, by)
+            times = measure(case, mesh, options.repeats, options.pause, by)
             if not begun:
                 names = " | ".join(f"{name}, TFLOP/s" for name in times)
                 print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
