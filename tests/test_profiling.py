@@ -96,23 +96,6 @@ def test_only_what_runs_inside_is_recorded_each_time(
     assert slices(tmp_path / "idle.json") == []
 
 
-def test_a_replayed_program_records_each_replay(
-    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
-) -> None:
-    group, path, steps = open_group(SIZE), tmp_path / "trace.json", 10
-    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, None, steps)[0]
-
-    program, case = helpers.per_rank(body, group.mesh), draw(rng)
-    helpers.fetch(program(*case))
-    with jax_ep.profile(path):
-        helpers.fetch(program(*case))
-        helpers.fetch(program(*case))
-    assert_complete(path, SIZE, ["dispatch", "combine"] * steps * 2)
-
-
 def test_groups_that_open_and_close_inside(rng: np.random.Generator, tmp_path: Path) -> None:
     path, case = tmp_path / "trace.json", draw(rng, tokens=16, size=2)
     with Group(helpers.mesh_of(ep=2), "ep") as outer, jax_ep.profile(path):
