@@ -25,9 +25,9 @@ from jax_ep.lax import ragged_all_to_all
 EXPERTS, TOP_K, ROWS = 8, 2, 50
 
 
-def dispatched(group: Group, x: jax.Array, experts: int = EXPERTS) -> jax.Array:
+def dispatched(group: Group, x: jax.Array) -> jax.Array:
     ids = (jnp.arange(x.shape[0] * TOP_K, dtype=jnp.int32) % EXPERTS).reshape(-1, TOP_K)
-    out = dispatch(x, ids, group=group, num_experts=experts, capacity=4096, implementation="ffi")
+    out = dispatch(x, ids, group=group, num_experts=EXPERTS, capacity=4096, implementation="ffi")
     return jnp.sum(out.rows.astype(jnp.float32), axis=1)
 
 
@@ -56,16 +56,9 @@ Call = tuple[Callable[..., jax.Array], int, Any]
 CASES: dict[str, tuple[Call, Call, str]] = {
     "tokens": ((dispatched, 64, np.float32), (dispatched, 40, np.float32), "dispatch float32 T=40 "),
     "many tokens": ((dispatched, 64, np.float32), (dispatched, 1100, np.float32), "dispatch float32 T=1100 "),
-    "dtype": ((dispatched, 64, np.float32), (dispatched, 64, jnp.bfloat16), "dispatch bfloat16 T=64 "),
-    "experts": (
-        (dispatched, 64, np.float32),
-        (lambda group, x: dispatched(group, x, 2 * EXPERTS), 64, np.float32),
-        f"K=2 H=16 E={2 * EXPERTS} ",
-    ),
     "op": ((dispatched, 64, np.float32), (multiplied, 64, np.float32), "matmul_all_reduce bfloat16 M=64 "),
     "entries": ((reduced, 64, np.float32), (reduced, 40, np.float32), "sparse_all_reduce N=40 "),
     "rows": ((exchanged, 64, np.float32), (exchanged, 40, np.float32), "ragged_all_to_all "),
-    "sparse or ragged": ((reduced, 64, np.float32), (exchanged, 64, np.float32), "ragged_all_to_all "),
 }
 
 
