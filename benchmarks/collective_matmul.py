@@ -1,7 +1,6 @@
 """Products with a collective beside XLA's, and how much of it they hide: `python -m jax_ep bench collective_matmul`."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,7 +12,6 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from .device_events import kernel_microseconds
 from .in_jit_loop import (
     Loop,
     add_pause,
@@ -32,7 +30,6 @@ from .tables import heading, row
 AXIS, SEED = "tp", 0
 CALLS, CPU_CALLS = 40, 4
 OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
-KERNEL = "kernel, jax_ep"  # by the device's events
 
 DERIVED = ("times XLA's speed", "of the product", "hidden", "exposed, us", "jax_ep, TFLOP/s")
 
@@ -140,9 +137,7 @@ def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: f
     }
     loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
     programs = compile_loops(loops, group.mesh)
-    times = dict(zip(ops, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
-    kernel = None if pause else kernel_microseconds(programs[0])  # which would not be cool
-    return {OURS: times[OURS], KERNEL: kernel or math.nan} | times
+    return dict(zip(ops, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
 
 
 def line(name: str, shape: Shape, times: dict[str, float]) -> str:
@@ -151,7 +146,7 @@ def line(name: str, shape: Shape, times: dict[str, float]) -> str:
     return row(
         name,
         shape,
-        *("-" if math.isnan(time) else f"{time:,.1f}" for time in times.values()),
+        *(f"{time:,.1f}" for time in times.values()),
         f"{times[XLA] / times[OURS]:.2f}",
         f"{times[OURS] / times[PRODUCT]:.2f}",
         f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
@@ -173,7 +168,7 @@ def main(arguments: list[str]) -> int:
         print(header(list(mesh.devices.flat), note, ["collective_matmul", *arguments]))
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
         print(f"- {describe_pause(options.pause)}\n")
-        names = [f"{name}, us" for name in (OURS, KERNEL, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
+        names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
         print(heading(" | ".join(("op", "product", *names, *DERIVED))))
         for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
             for name in OPS:

@@ -1,21 +1,19 @@
-"""dispatch and combine beside XLA's all_to_all, and beside the limit of the wire: `python -m jax_ep bench moe`."""
+"""dispatch and combine beside XLA's all_to_all: `python -m jax_ep bench moe`."""
 
 import contextlib
 import dataclasses
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
 import jax_ep
 
 from . import formulations as forms, token_sweep
-from .device_events import kernel_microseconds
 from .formulations import AXIS, Formulation
-from .in_jit_loop import Loop, compile_loops, median_microseconds, microseconds, on_ranks
+from .in_jit_loop import Loop, compile_loops, median_microseconds, on_ranks
 from .moe_cases import (
     FAMILIES,
     TINY_FAMILIES,
@@ -39,10 +37,7 @@ FP8_ROWS = "dispatch, fp8 rows"  # left as they came
 NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
-COLUMNS = (
-    "shape | op | jax_ep, us | kernel, us | remote GB/s | of the all_to_all limit | of 370 GB/s "
-    "| padded all_to_all, us | ratio to the best XLA"
-)
+COLUMNS = "shape | op | jax_ep, us | remote GB/s | of 370 GB/s | padded all_to_all, us | ratio to the best XLA"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Result:
     case: Case
     op: str
     ours: float
-    kernel: float | None  # of ours, by the device's events
     padded: float  # of XLA's, which has no other wire and no budget of SMs: it competes as it is
     remote_bytes: int
 
@@ -68,36 +62,19 @@ def run(group: jax_ep.Group, repeats: int, quick: bool, name_contains: str) -> N
     families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
     if not families:
         raise SystemExit(f"no shape's name has {name_contains!r}")
-    limit = all_to_all_limit(group, 2**20 if on_cpu else 2**28, repeats)
-    print(f"- all_to_all limit: {limit / 1e9:,.1f} GB/s of remote bytes, measured now")
-    print(f"- us: per call inside one jitted loop, median of {repeats} loops; kernel: median of the device's events")
+    print(f"- us: per call inside one jitted loop, median of {repeats} loops")
     print("- remote bytes: deduplicated, of the busiest rank")
     for title, cases in families.items():
         print(f"\n{title}\n\n{heading(COLUMNS)}", flush=True)
         for case in cases:
             for result in measure(case, group, repeats):
-                print(line(result, limit), flush=True)
+                print(line(result), flush=True)
 
 
-def line(result: Result, limit: float) -> str:
+def line(result: Result) -> str:
     rate = result.remote_bytes / result.ours * 1e6
-    cells = [str(result.case), result.op, cell(result.ours), cell(result.kernel), f"{rate / 1e9:,.1f}"]
-    cells += [f"{rate / limit:.2f}", f"{rate / NVLINK:.2f}", cell(result.padded)]
-    return row(*cells, f"{result.padded / result.ours:.2f}")
-
-
-def cell(microseconds: float | None) -> str:
-    return "-" if microseconds is None else f"{microseconds:,.1f}"
-
-
-def all_to_all_limit(group: jax_ep.Group, size: int, repeats: int) -> float:
-    """Remote bytes a second of each rank in a dense all_to_all of `size` bytes per rank."""
-    ranks = group.size
-    sharding = NamedSharding(group.mesh, P(AXIS))
-    blocks = jax.jit(partial(jnp.zeros, (ranks * ranks, size // ranks), jnp.uint8), out_shardings=sharding)()
-    loop = Loop(lambda own: jax.lax.all_to_all(own, AXIS, 0, 0), (), blocks, calls=20, unroll=2)
-    (time,) = microseconds([loop], group.mesh, repeats)
-    return size * (ranks - 1) / ranks / time * 1e6
+    times = [f"{result.ours:,.1f}", f"{rate / 1e9:,.1f}", f"{rate / NVLINK:.2f}", f"{result.padded:,.1f}"]
+    return row(result.case, result.op, *times, f"{result.padded / result.ours:.2f}")
 
 
 def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
@@ -125,7 +102,6 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
         loops = [*(candidate.loop for candidate in ours), *others.values()]
         programs = compile_loops(loops, group.mesh)
         times = median_microseconds(loops, programs, repeats)
-        kernels = [kernel_microseconds(program) for program in programs[: len(ours)]]
         for one in groups.values():
             one.check()
     of_padded = dict(zip(others, times[len(ours) :], strict=True))
@@ -134,11 +110,10 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
             case,
             one.op,
             time,
-            kernel,
             of_padded["dispatch" if one.op.startswith("dispatch") else "combine"],
             needed.remote_rows * row_bytes(one.op, shape),
         )
-        for one, time, kernel in zip(ours, times[: len(ours)], kernels, strict=True)
+        for one, time in zip(ours, times[: len(ours)], strict=True)
     ]
 
 
