@@ -28,11 +28,6 @@ from jax_ep.runtime import native as native_module, open_groups
 SIZE, EXPERTS = 2, 8
 
 
-def test_axis() -> None:
-    with pytest.raises(ValueError, match=r"^Group: axis_name 'tp' is not an axis of the mesh"):
-        Group(helpers.mesh_of(ep=1), "tp")
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
