@@ -78,19 +78,6 @@ def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.ra
         assert np.isfinite(helpers.fetch(program(*case_with(rng, CAPACITY)))).all()
 
 
-def test_the_next_op_raises_what_nobody_checked(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
-    options = {"num_experts": EXPERTS, "capacity": CAPACITY, "implementation": implementation}
-    too_many = case_with(rng, CAPACITY + 1)
-    with helpers.awaiting_failure(group, ONE_TOO_MANY, implementation):
-        helpers.fetch(helpers.dispatch_combine(group, **options)(*too_many))
-    with pytest.raises(CapacityError, match=ONE_TOO_MANY):
-        helpers.dispatch_combine(group, **options)(*too_many)  # traced anew: this is the next op
-    group.check()
-
-
 def test_a_compiled_loop_learns_of_it(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
     """Where nobody checks or traces anything: on a CPU the execution raises, on a GPU the next one, either once."""
     group = open_group(SIZE)
