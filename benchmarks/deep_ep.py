@@ -119,7 +119,7 @@ class DeepEP:
         return bool(answers)
 
     def _ask(self, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of each rank. Empty after a failure: who hangs ends with the first that fails."""
+        """The answers of all ranks. Empty after a failure, which ends ranks that hang, too."""
         with ThreadPoolExecutor(len(questions)) as pool:
             asked = [pool.submit(answer_of, *both) for both in zip(self._children, questions, strict=True)]
             failed = next((each.result()["failed"] for each in as_completed(asked) if "failed" in each.result()), None)

@@ -33,10 +33,6 @@ class Group:
         when an op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
-      max_sms: the most SMs that an op of this group may take on a GPU; other platforms ignore it. Default: the fastest
-        number that leaves room for XLA's own collectives, 96 of 132. Products with a collective may take all SMs. An op
-        that takes nearly all SMs can deadlock with a collective that runs at the same time, until the timeout. All
-        processes must give the same number.
       across_nodes: if True, the axes before the last one cross *nodes*: kernels exchange along the last axis, XLA's
         collectives (NCCL, gloo) along the others, and ranks are numbered node by node. If False, kernels exchange along
         all axes. Default: True if every line along the last axis is on one host (on a CPU: in one process), and some
@@ -46,6 +42,10 @@ class Group:
         `inf`, count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a
         process without a heartbeat for this time, and at least 2 seconds, is lost (`PeerLostError`).
       open_timeout: seconds that this call waits for the other processes, in all. Default: `timeout`, but at most 300.
+      max_sms: the most SMs that an op of this group may take on a GPU; other platforms ignore it. Default: the fastest
+        number that leaves room for XLA's own collectives, 96 of 132. Products with a collective may take all SMs. An op
+        that takes nearly all SMs can deadlock with a collective that runs at the same time, until the timeout. All
+        processes must give the same number.
       on_lost: what a failure of the group does, besides its log entry and its flight record. "raise": `check()` and
         later ops raise it. "exit": the process ends with code 75, so that its launcher can restart it. Nothing else
         frees a thread that waits in one of XLA's collectives.

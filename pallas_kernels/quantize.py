@@ -22,8 +22,8 @@ def quantize_matrices(
     A program reads a block once. A block of zeros has the scale 1. One with a NaN or an infinity becomes NaN.
 
     Args:
-      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128. Several, alike, count as one
-        [G, K, N + N + ...].
+      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128. Several of one shape are taken side
+        by side, as one [G, K, N + N + ...].
       transpose: the results are of the transposed matrices.
       interpret: run without a GPU.
 
@@ -36,10 +36,12 @@ def quantize_matrices(
     shape = (len(matrices) * columns, rows) if transpose else (rows, len(matrices) * columns)
 
     def operand(i: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, BLOCK, BLOCK), lambda n, k, g: (g, k, jnp.clip(n - i * columns, 0, columns - 1)))
+        return pl.BlockSpec(
+            (None, BLOCK, BLOCK), lambda column, row, g: (g, row, jnp.clip(column - i * columns, 0, columns - 1))
+        )
 
     def result(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *block), lambda n, k, g: (g, n, k) if transpose else (g, k, n))
+        return pl.BlockSpec((None, *block), lambda column, row, g: (g, column, row) if transpose else (g, row, column))
 
     matrices = vary_alike(*matrices)
     return pl.pallas_call(

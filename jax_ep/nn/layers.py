@@ -93,7 +93,7 @@ def moe_mlp(
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
     layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire=wire, nodes=nodes)
     unit = unit_of(op, experts)
-    dispatch, operands = validated(
+    dispatch_call, operands = validated(
         op,
         tokens,
         expert_ids,
@@ -110,7 +110,7 @@ def moe_mlp(
     )
     varying = vary.vary_alike(group.axis_name, *operands, experts)
     product = None if product is None else layer_checks.checked_product(op, product)
-    call = ExpertsCall(dispatch, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
+    call = ExpertsCall(dispatch_call, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
     out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, *varying)
     if shared_experts is None:
         return out, stats

@@ -259,12 +259,12 @@ class Router {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Begins to load whether this rank has posted. Called after the peers' expert counts, or ids, have arrived.
-  // post_if_late(), called after
-  // the layout or the count, uses the value, and posts if the last CTA is late. On a CPU this coop has posted.
+  // Begins to load whether this rank has posted. Called after the peers' expert counts, or ids, have arrived. On a CPU
+  // this coop has posted.
   JAX_EP_FN uint64_t ask_posted() const {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
   }
+  // Posts if the last CTA is late. Called after the layout or the count, with what ask_posted() returned.
   JAX_EP_FN void post_if_late(uint64_t asked) { op_.post_by(op_.is_earlier(asked), posted(args_, op_.comm.size)); }
 
   // The row of the first of this rank's assignments of an expert, for Histogram::number.
