@@ -58,7 +58,7 @@ PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
 HANDLE = "with a handle: "
 COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"
 
-Times = dict[str, list[float]]  # us of each round, by op and SMs
+Times = dict[str, list[float | None]]  # us of each round, by op and SMs; None where it failed
 
 
 def first_of_each_rank(ids: np.ndarray, experts: int, ranks: int) -> np.ndarray:
@@ -198,9 +198,8 @@ def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_laten
                 turns.setdefault(f"DeepEP {theirs}", partial(deep_ep.microseconds, theirs, heat))
         for _ in range(rounds):
             for name, take in turns.items():
-                if (time := take()) is not None:
-                    print(f"{name}: {time:.1f} us", file=sys.stderr, flush=True)
-                    times.setdefault(name, []).append(time)
+                times.setdefault(name, []).append(time := take())
+                print(f"{name}: {time} us", file=sys.stderr, flush=True)
     for one in groups.values():
         one.check()
     yield from rows_of(case.shape.tokens, wanted, times)
@@ -214,8 +213,9 @@ def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[str]:
     """Medians, and the median of the ratios of the rounds. `wanted`: DeepEP's op by ours, each with its SMs."""
     for name, other in wanted.items():
         mine, theirs, handle = (times.get(each, []) for each in (name, f"DeepEP {other}", f"DeepEP {HANDLE}{other}"))
-        ratios = [a / b for a, b in zip(mine, theirs, strict=False)]
-        cells = [f"{statistics.median(each):,.1f}" if each else "-" for each in (mine, theirs, handle)]
+        ratios = [a / b for a, b in zip(mine, theirs, strict=True) if a and b]
+        known = [[time for time in each if time] for each in (mine, theirs, handle)]
+        cells = [f"{statistics.median(each):,.1f}" if each else "-" for each in known]
         op, _, sms = name.rpartition(", ")
         yield row(tokens, op, sms, *cells[:2], f"{statistics.median(ratios):.2f}" if ratios else "-", cells[2])
 
