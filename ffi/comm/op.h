@@ -71,10 +71,10 @@ class Op {
   // Each reports an error to the host, which keeps the first report of an op. The group stays usable; this op delivers
   // nothing.
   JAX_EP_FN void report_capacity(int rank, int64_t capacity, int64_t needed) const {
-    record(signal_pad, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
+    leave_report(signal_pad, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
   }
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
-    record(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
+    leave_report(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every rank that rows of this op will be missing. A rank then delivers nothing. Called after
   // wait_posted(), and before this rank delivers the chunk.
@@ -224,7 +224,7 @@ class Op {
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
-    record_failed_wait(signal_pad, comm.report, status,
+    report_failed_wait(signal_pad, comm.report, status,
                        {epoch, Failure::none, kind_, comm.rank, peer, 0, expected, seen});
   }
 

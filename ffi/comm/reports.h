@@ -13,7 +13,7 @@ namespace jax_ep {
 
 // Leaves a report for the host, unless this op or a later one has left one. The host may read meanwhile: the epoch is
 // zero until the rest is written, and words arrive in the order of their stores.
-JAX_EP_COLD_FN void record(SignalPad* signal_pad, Report* to, Report what) {
+JAX_EP_COLD_FN void leave_report(SignalPad* signal_pad, Report* to, Report what) {
   const uint64_t before = load_relaxed(&signal_pad->reported);
   if (before >= what.epoch || !compare_exchange(&signal_pad->reported, before, what.epoch)) return;
   constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
@@ -33,11 +33,11 @@ JAX_EP_COLD_FN bool has_reported_failure(const Report* report) {
 
 // Leaves a report of a wait that failed. After a timeout or a mismatch, also sets the abort word, if it is zero, to 1 +
 // the rank that was waited for.
-JAX_EP_COLD_FN void record_failed_wait(SignalPad* signal_pad, Report* to, Status status, Report what) {
+JAX_EP_COLD_FN void report_failed_wait(SignalPad* signal_pad, Report* to, Status status, Report what) {
   const bool aborted = status == Status::aborted;
   what.failure = aborted ? Failure::peer_lost : status == Status::timeout ? Failure::timeout : Failure::mismatch;
   if (aborted) what.peer = static_cast<int>(load_relaxed(&signal_pad->abort)) - 1;
-  record(signal_pad, to, what);  // before others of this rank see the abort word
+  leave_report(signal_pad, to, what);  // before others of this rank see the abort word
   if (!aborted) compare_exchange(&signal_pad->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 

@@ -198,7 +198,7 @@ inline void reports_are_whole(int count) {
       if (i % 2)
         report = {
             report.epoch, Failure::invalid, OpKind::combine, 0, 0, static_cast<int64_t>(RoutingLeaf::row_of), -i, -i};
-      record(comm.own_signal_pad, comm.report, report);
+      leave_report(comm.own_signal_pad, comm.report, report);
     }
     done = true;
   });
