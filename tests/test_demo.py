@@ -24,16 +24,21 @@ STEPS = 20
 example = partial(load, "examples")  # by its name
 
 
+def random_text() -> np.ndarray:
+    """Words, the same with every Python, whose own sources the demo reads."""
+    rng = np.random.default_rng(0)
+    words = [bytes(rng.integers(97, 123, rng.integers(2, 9)).astype(np.uint8)) for _ in range(100)]
+    return np.frombuffer(b" ".join(words[i] for i in rng.integers(0, 100, 50_000)), np.uint8)
+
+
 @pytest.mark.timeout(600)
 def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts in float8, also backward, learn as fast: the mean loss of 20 steps is within 1 %, and not the same. So
-    do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed.
-
-    A single step may be off by more, by the text: Python's own sources, of whatever version."""
+    """Experts in float8, also backward, learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit.
+    So do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed."""
     require_native()
-    demo, text = example("train_moe_lm"), example("moe_lm_data").load_bytes()
+    demo, text = example("train_moe_lm"), random_text()
     monkeypatch.setattr(demo, "LENGTH", 32)  # of a text
     size = min(2, helpers.largest_size())
 
@@ -53,10 +58,9 @@ def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
     assert ours[-1] < 0.8 * ours[0]
     ways: list[dict[str, Any]] = [{"precision": "float8_dgrad"}, {"multiple": 8}]
     for how in ways if pytestconfig.getoption("nightly") else ways[helpers.SEED % 2 :][:1]:
-        rounded = losses(jax.devices()[:size], "auto", **how)
-        off = abs(rounded.mean() / ours.mean() - 1)
-        print(f"{how}: {off:.4f} in the mean, {np.abs(rounded / ours - 1).max():.4f} at most")
-        assert 1e-7 < off < 0.01, how
+        off = np.abs(losses(jax.devices()[:size], "auto", **how) / ours - 1).max()
+        print(f"{how}: {off:.4f}")
+        assert 1e-5 < off < 0.02, how
 
 
 @pytest.mark.parametrize("wrong", [0, 3, 16])
