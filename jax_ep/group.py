@@ -1,6 +1,5 @@
 """A group: the devices along one mesh axis, their signal pads, and its lifetime."""
 
-import math
 import threading
 import weakref
 from functools import partial
@@ -132,7 +131,7 @@ class Group:
     @property
     def size(self) -> int:
         """Ranks in each line of the group."""
-        return math.prod(self.mesh.shape[axis] for axis in checks.axes_of(self.axis_name))
+        return meshes.line_size(self.mesh, self.axis_name)
 
     @property
     def node_axes(self) -> tuple[str, ...]:

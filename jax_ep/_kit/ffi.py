@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -120,7 +119,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in checks.axes_of(self.axis_name))
+        return meshes.line_size(self.mesh, self.axis_name)
 
 
 def call(

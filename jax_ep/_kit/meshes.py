@@ -1,5 +1,6 @@
 """Checks of meshes: the mesh of a group, and the mesh of the `jax.shard_map` around an op."""
 
+import math
 from typing import Any
 
 import jax
@@ -33,6 +34,10 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
         raise ValueError(f"{op}: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
     if len(set(axes)) < len(axes):
         raise ValueError(f"{op}: axis_name {axis_name!r} names an axis twice")
+
+
+def line_size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes_of(axis_name))
 
 
 def check_ranks(size: int, most: int) -> None:

@@ -5,7 +5,6 @@ Between nodes a rank exchanges only with the ranks of its own index, so every ne
 its own GPU (as in DeepEP's internode kernels).
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, meshes
 from jax_ep._kit.checks import AxisName
 from jax_ep.errors import PeerTimeoutError
 from jax_ep.runtime import bootstrap, rendezvous
@@ -27,8 +26,8 @@ _FOLDER = "jax_ep/node"  # in the key-value store of jax.distributed
 def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:
     """For every line along `axes` of the mesh, its devices in rank order."""
     places = [mesh.axis_names.index(axis) for axis in axes]
-    size = math.prod(mesh.shape[axis] for axis in axes)
-    return np.moveaxis(mesh.devices, places, range(-len(places), 0)).reshape(-1, size).tolist()
+    last = np.moveaxis(mesh.devices, places, range(-len(places), 0))
+    return last.reshape(-1, meshes.line_size(mesh, tuple(axes))).tolist()
 
 
 def processes(mesh: Mesh, axes: Sequence[str]) -> list[list[int]]:
