@@ -84,6 +84,14 @@ def test_weights(rng: np.random.Generator) -> None:
     assert_rounded(found, weights)
 
 
+@pytest.mark.parametrize("kernel", [False, True])
+def test_the_gradient_of_quantizing_is_zero(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the kernel quantizes, which has no derivative."""
+    monkeypatch.setattr(gemm, "has_gemm", lambda: kernel)
+    gradient = jax.grad(lambda x: quantize_weights(x).scales.sum())(jnp.ones((2, 256, 128)))
+    np.testing.assert_array_equal(gradient, 0)
+
+
 class Product(NamedTuple):
     """[sum of the sizes and more, k] x [groups, k, n]."""
 

@@ -1,5 +1,6 @@
 """float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (DeepGEMM's recipe)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,14 +79,18 @@ def quantized_weights(*weights: jax.Array | Float8Weights, transpose: bool = Fal
         return jax.tree.map(lambda x: x.swapaxes(-1, -2), side_by_side) if transpose else side_by_side
 
     def by_kernel(*weights: jax.Array) -> Float8Weights:
-        matrices = without_gradient("quantized weights have no gradient", weights)
         groups, matrix = weights[0].shape[:-2], weights[0].shape[-2:]
-        found = pallas_kernels.quantize_matrices(*(x.reshape(-1, *matrix) for x in matrices), transpose=not transpose)
+        found = pallas_kernels.quantize_matrices(*(x.reshape(-1, *matrix) for x in weights), transpose=not transpose)
         return Float8Weights(*(x.reshape(*groups, *x.shape[1:]) for x in found))
 
+    @jax.custom_jvp
+    def on_hopper(*weights: jax.Array) -> Float8Weights:
+        return jax.lax.platform_dependent(*weights, cuda=by_kernel, default=by_xla)
+
+    on_hopper.defjvp(partial(jax.jvp, by_xla))
     if not gemm.has_gemm() or not all(isinstance(x, jax.Array) and x.size for x in weights):
         return by_xla(*weights)
-    return jax.lax.platform_dependent(*vary.vary_alike(None, *weights), cuda=by_kernel, default=by_xla)
+    return on_hopper(*vary.vary_alike(None, *weights))
 
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:
