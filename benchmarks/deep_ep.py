@@ -39,6 +39,7 @@ from .formulations import AXIS
 from .in_jit_loop import HEAT_SECONDS, Program, compile_loops, median_microseconds, on_ranks
 from .moe import FP8_ROWS, NOT_EXPANDED, Candidate, our_candidates, relative_error
 from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
+from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment
 from .provenance import group_header
 from .tables import heading, row
@@ -55,7 +56,6 @@ NORMAL = {  # by our op, DeepEP's
 LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FP8_ROWS, "combine")}
 FEW_TOKENS, FEW_SMS = 128, 24
 PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
-HANDLE = "with a handle: "
 COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"
 
 Times = dict[str, list[float | None]]  # us of each round, by op and SMs; None where it failed

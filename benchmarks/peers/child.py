@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+HANDLE = "with a handle: "  # begins the ops of DeepEP that leave out all but the tokens
+
 
 def answer(layer: Any, question: dict[str, Any]) -> dict[str, Any]:
     if "quantity" in question:

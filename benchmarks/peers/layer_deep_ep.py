@@ -9,13 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .child import HANDLE
+
 deep_ep: Any = importlib.import_module("deep_ep")  # DeepEP's, for a type checker too
 
 BUFFER = int(2e9)  # bytes, as in DeepEP's own test
 SLOTS = 256  # rows of a channel's queue, as there
 SMS = (24, 32, 48, 64, 96)
 CHUNKS, OF_COMBINE = range(4, 33, 4), range(2, 17, 2)  # rows that are sent at a time
-HANDLE = "with a handle: "
 TUNED, TIMED = 10, 50  # calls
 CYCLES = 600_000  # of the device, in which the host enqueues a call: 0.3 ms
 EXACT, IN_FLOAT8 = 2**-7, 2**-4  # of the largest value
