@@ -23,7 +23,7 @@ class Op {
         stamp_(epoch << kTagBits | comm.tag),
         kind_(kind),
         track_(find_track(signal_pad, coop)),
-        status_(load_relaxed(&signal_pad->abort) ? Status::aborted : Status::ok) {}
+        status_(sees_abort() ? Status::aborted : Status::ok) {}
 
   const Comm& comm;
   const Coop& coop;
@@ -177,16 +177,19 @@ class Op {
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
 
-  // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up.
-  JAX_EP_FN bool may_push() const { return !ask_abort(); }
-  // Loads the abort word for later. Nothing may be pushed if it is not zero.
+  // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up. All
+  // lanes call.
+  JAX_EP_FN bool may_push() const { return !take_abort(ask_abort()); }
+  // ask_abort() loads the abort word; take_abort() tells all lanes whether it was raised, as lane 0 saw it. A peer may
+  // raise the word between the loads of two lanes, and lanes that disagree would wait for each other forever.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&signal_pad->abort) : ~uint64_t{0}; }
+  JAX_EP_FN bool take_abort(uint64_t asked) const { return coop.broadcast(asked != 0); }
 
   // Adds `pushed` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
   // rank. All lanes call.
   JAX_EP_FN void deliver(int chunk, int pushed, int whole) {
     int last = 0;
-    if (coop.lane == 0 && may_push())  // rows may be missing once the group has failed
+    if (coop.lane == 0 && !ask_abort())  // rows may be missing once the group has failed
       last = pushed == whole || count_pushed(chunk, pushed, whole) == whole;
     if (!coop.broadcast(last)) return;
     coop.sync();
@@ -220,6 +223,8 @@ class Op {
   // The least stamp of this op, whatever its tag. All stamps of later ops are greater.
   JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
 
+  JAX_EP_FN bool sees_abort() const { return take_abort(load_relaxed(&signal_pad->abort)); }
+
   // Marks the op as failed for this coop and tells the host. Raises the abort word, unless it is raised already.
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
@@ -238,7 +243,7 @@ class Op {
     const Status status = cta_barrier(words, coop, ctas, ok(), &signal_pad->abort, timeout);
     if (ok()) fail(status, comm.rank, 0, 0);
     coop.cta_sync();
-    if (ok() && load_relaxed(&signal_pad->abort))  // the coop that waited on behalf of this one may have failed
+    if (ok() && sees_abort())  // the coop that waited on behalf of this one may have failed
       fail(Status::aborted, comm.rank, 0, 0);
   }
 
@@ -293,7 +298,7 @@ class Op {
     coop.sync();  // what lane 0 has seen of the other coops, all lanes see
     const uint64_t refused_in = load_relaxed(&signal_pad->refused), reported_in = load_relaxed(&signal_pad->reported);
     const uint64_t now = clock_ns();
-    const bool failed = load_acquire(&signal_pad->abort) != 0;
+    const bool failed = take_abort(load_acquire(&signal_pad->abort));
     if (failed) {
       if (!has_reported_failure(comm.report)) fail(Status::aborted, comm.rank, 0, 0);  // no coop of this rank has
       give_up();

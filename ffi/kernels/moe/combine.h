@@ -117,13 +117,14 @@ class Combine {
       const Item item = item_at(index, parts);
       return assigned(item.home, item.token, op_.coop.lane);
     };
-    uint64_t raised = op_.ask_abort();
+    uint64_t asked = op_.ask_abort();
+    bool raised = false;
     Assigned mine = ask(index);
-    while (index >= 0 && !raised) {
+    while (!(raised = op_.take_abort(asked)) && index >= 0) {
       const Item item = item_at(index, parts);
       const int next = items.next();
       const Assigned nexts = ask(next);
-      raised = op_.ask_abort();
+      asked = op_.ask_abort();
       push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_stolen(index); });
       index = next;
       mine = nexts;
