@@ -85,8 +85,8 @@ def call_scatter(
     sizes = {name: np.int64(value) for name, value in (SCATTER | change).items() if value is not None}
 
     def body(*operands: jax.Array) -> jax.Array:
-        target = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
-        return target(*operands, group=np.int64(helpers.native(group).id), **sizes, **SCATTER_OPTIONS, release=release)
+        call = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
+        return call(*operands, group=np.int64(helpers.native(group).id), **sizes, **SCATTER_OPTIONS, release=release)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
 
@@ -159,9 +159,9 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
     group = open_group(RANKS)
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
-        target = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
+        call = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
         numbers = {name: np.int64(size) for name, size in sizes.items()}
-        return target(
+        return call(
             rows,
             offsets,
             offsets,

@@ -130,7 +130,7 @@ BANS = [
         "assembly_stays_in_its_folders",
         DEVICE,
         r"\b(?:asm|__asm__|__asm)\b",
-        r"comm/target/.*|gemm/ptx/.*",
+        r"comm/platform/.*|gemm/ptx/.*",
         ("gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
     ),
     Ban("devices_throw_nothing", DEVICE, r"\bthrow\b", "", ("gemm/a.cc", "void f() { throw 1; }")),

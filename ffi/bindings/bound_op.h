@@ -25,7 +25,7 @@ struct CallTypes {
 };
 
 struct BoundOp {
-  const char* target;  // of the FFI
+  const char* ffi_target;  // without prefix
   XLA_FFI_Handler* handler;
   // The types of a call with these settings. Throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);

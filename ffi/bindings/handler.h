@@ -39,7 +39,7 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
 template <class Args>
 std::string op_name(const Args& args) {
   if constexpr (kIsLocal<Args>)
-    return OpSpec<Args>::kTarget;
+    return OpSpec<Args>::kFfiTarget;
   else
     return name_of(kind_of(args));
 }
@@ -89,7 +89,7 @@ template <class Args>
 BoundOp bind() {
   XLA_FFI_DEFINE_HANDLER(handler, execute<Args>, ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(),
                          {kTraits});
-  return {OpSpec<Args>::kTarget, handler, call_types<Args>};
+  return {OpSpec<Args>::kFfiTarget, handler, call_types<Args>};
 }
 
 }  // namespace jax_ep

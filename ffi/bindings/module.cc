@@ -28,12 +28,12 @@ py::capsule capsule(Function* handler) {
   return py::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Every op of this library, by the name of its target.
+// Every op of this library, by its FFI target.
 const std::map<std::string, BoundOp>& bound_ops() {
   static const auto* const ops = [] {
     auto* const all = new std::map<std::string, BoundOp>;
     for (const auto& some : {bind_row_ops(), bind_product_ops(), bind_local_ops()})
-      for (const BoundOp& op : some) all->emplace(op.target, op);
+      for (const BoundOp& op : some) all->emplace(op.ffi_target, op);
     return all;
   }();
   return *ops;
@@ -52,10 +52,10 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
   return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
-// The stages of each target's handler.
+// The stages of each FFI target's handler.
 py::dict handlers() {
   py::dict all;
-  for (const auto& [target, op] : bound_ops()) all[py::str(target)] = stages(op.handler);
+  for (const auto& [ffi_target, op] : bound_ops()) all[py::str(ffi_target)] = stages(op.handler);
   return all;
 }
 
@@ -81,8 +81,8 @@ class Keywords final : public Settings {
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 // (op, results)
 using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
-PyCallTypes call_types(const std::string& target, int ranks, const py::kwargs& settings) {
-  const CallTypes types = bound_ops().at(target).call_types(Keywords(settings), ranks);
+PyCallTypes call_types(const std::string& ffi_target, int ranks, const py::kwargs& settings) {
+  const CallTypes types = bound_ops().at(ffi_target).call_types(Keywords(settings), ranks);
   std::vector<PyResultType> results;
   for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.alike);
   return {types.op, std::move(results)};

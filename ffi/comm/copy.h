@@ -91,17 +91,17 @@ JAX_EP_FN void copy_short_rows(const Coop& coop, uint64_t holders, char* to, con
     return;
   }
   while (holders) {
-    Word16 word[kAtOnce], *target[kAtOnce];
+    Word16 word[kAtOnce], *there[kAtOnce];
     for (int j = 0; j < kAtOnce; ++j) {
       const int lane = holders ? lowest_bit(holders) : 0;
       const auto* source = reinterpret_cast<const Word16*>(coop.from_lane(from, lane)) + coop.lane;
-      target[j] = reinterpret_cast<Word16*>(coop.from_lane(to, lane)) + coop.lane;
-      if (!holders || coop.lane * kWordBytes >= bytes) target[j] = nullptr;
-      if (target[j]) word[j] = *source;
+      there[j] = reinterpret_cast<Word16*>(coop.from_lane(to, lane)) + coop.lane;
+      if (!holders || coop.lane * kWordBytes >= bytes) there[j] = nullptr;
+      if (there[j]) word[j] = *source;
       holders &= holders - 1;
     }
     for (int j = 0; j < kAtOnce; ++j)
-      if (target[j]) *target[j] = word[j];
+      if (there[j]) *there[j] = word[j];
   }
 }
 
@@ -111,8 +111,8 @@ JAX_EP_FN void fill_row(int lane, char* to, uint8_t byte, int64_t bytes) {
     memset(to, byte, bytes);
   } else if (in_words(to, to, bytes)) {
     const uint64_t pattern = byte * 0x0101010101010101ull;
-    auto* target = reinterpret_cast<Word16*>(to);
-    for (int64_t i = lane; i < bytes / 16; i += Coop::lanes) target[i] = {pattern, pattern};
+    auto* words = reinterpret_cast<Word16*>(to);
+    for (int64_t i = lane; i < bytes / 16; i += Coop::lanes) words[i] = {pattern, pattern};
   } else {
     for (int64_t i = lane; i < bytes; i += Coop::lanes) to[i] = static_cast<char>(byte);
   }

@@ -1,4 +1,4 @@
-// The parts and ranges that work is divided into. Included by the targets, after their function prefixes.
+// The parts and ranges that work is divided into. Included by the platforms' headers, after their function prefixes.
 #pragma once
 
 namespace jax_ep {

@@ -1,8 +1,8 @@
-// Chooses the target this code is compiled for. No other file asks the compiler for it.
+// Chooses the platform this code is compiled for. No other file asks the compiler for it.
 //
-// A target header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), JAX_EP_ROLLED (for a loop with a
-// long body and few turns, which must not be unrolled), loads and stores with memory order, clock_ns, pause, and Coop.
-// A coop runs a kernel together: a warp on a GPU, a thread on the CPU.
+// A platform's header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), JAX_EP_ROLLED (for a loop with
+// a long body and few turns, which must not be unrolled), loads and stores with memory order, clock_ns, pause, and
+// Coop. A coop runs a kernel together: a warp on a GPU, a thread on the CPU.
 #pragma once
 
 namespace jax_ep {
@@ -16,14 +16,14 @@ constexpr bool kHopper = false;
 
 }  // namespace jax_ep
 
-// JAX_EP_HAS_PTX: the target has headers of its own (comm/target/ptx, rows/target/bulk.h) that others cannot read.
+// JAX_EP_HAS_PTX: the platform has headers of its own (comm/platform/ptx, rows/movers/bulk.h) that others cannot read.
 #if defined(__CUDACC__)
 #define JAX_EP_HAS_PTX 1
-#include "comm/target/cuda.h"
+#include "comm/platform/cuda.h"
 #elif defined(__HIP__)
 #define JAX_EP_HAS_PTX 0
-#include "comm/target/hip.h"
+#include "comm/platform/hip.h"
 #else
 #define JAX_EP_HAS_PTX 0
-#include "comm/target/host.h"
+#include "comm/platform/cpu.h"
 #endif

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "comm/target/ptx/cta.h"
+#include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
 #include "gemm/maps.h"
 #include "gemm/ptx/cluster.h"

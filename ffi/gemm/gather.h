@@ -8,7 +8,7 @@
 // contraction is gathered, the consumers zero such lines (multiply.h).
 #pragma once
 
-#include "comm/target/ptx/bulk.h"
+#include "comm/platform/ptx/bulk.h"
 #include "gemm/layout.h"
 #include "gemm/pipeline.h"
 #include "gemm/product.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "comm/target/ptx/mbarrier.h"
+#include "comm/platform/ptx/mbarrier.h"
 #include "gemm/problem.h"
 
 namespace jax_ep::gemm {

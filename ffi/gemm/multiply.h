@@ -2,7 +2,7 @@
 // cooperative: each has half of the rows. In narrower tiles they ping-pong: one stores while the other multiplies.
 #pragma once
 
-#include "comm/target/ptx/cta.h"
+#include "comm/platform/ptx/cta.h"
 #include "gemm/epilogue.h"
 #include "gemm/loop.h"
 #include "gemm/ptx/wgmma.h"

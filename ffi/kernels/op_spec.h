@@ -163,7 +163,7 @@ struct KindName {
 
 // The members that a spec may leave out. The others are:
 //
-//   static constexpr const char* kTarget                   of the FFI, without prefix
+//   static constexpr const char* kFfiTarget                without prefix
 //   static constexpr KindName kKinds[]                     its kinds; several if a setting decides
 //   template <class Visit> static void settings(visit)     calls visit(name, label, member) for sizes and options: FFI
 //                                                          attributes, and part of the signature. Errors show the
@@ -211,7 +211,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
 }
 
 // The defaults of a local op. Its spec has no kinds and no launch policy, `ranks` is 1, and errors call it by its
-// target.
+// FFI target.
 struct LocalDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsLocal = std::is_base_of_v<LocalDefaults, OpSpec<Args>>;

@@ -1,4 +1,4 @@
-// How rows move, each as fast as the target can.
+// How rows move, each as fast as the platform can.
 //
 // RowMover: from memory to memory.
 //   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
@@ -7,7 +7,7 @@
 //   mark(), complete_to(mark): as in RowWriter.
 //
 // RowReader: from memory to shared memory, in batches that are requested ahead of time.
-//   in_bulk(): whether this target does so; depth(): how many batches may be under way or in use.
+//   in_bulk(): whether this reader does so; depth(): how many batches may be under way or in use.
 //   acquire(): from here on, ask() may request what a flag has announced.
 //   ask(mine, count, from, bytes): `count` batches, of which this lane's `mine`-th is at its own address; lanes with
 //     other numbers have none.
@@ -41,7 +41,7 @@ struct Stride {
 }  // namespace jax_ep
 
 #if JAX_EP_HAS_PTX
-#include "rows/target/bulk.h"
+#include "rows/movers/bulk.h"
 
 namespace jax_ep {
 using RowMover = BulkMover;
@@ -49,7 +49,7 @@ using RowReader = BulkReader;
 using RowWriter = BulkWriter;
 }  // namespace jax_ep
 #else
-#include "rows/target/plain.h"
+#include "rows/movers/plain.h"
 
 namespace jax_ep {
 using RowMover = PlainMover;

@@ -1,4 +1,4 @@
-// Converts number formats to float32, and back with round-to-nearest-even, in integer arithmetic that every target
+// Converts number formats to float32, and back with round-to-nearest-even, in integer arithmetic that every platform
 // vectorises.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include "comm/dtype.h"
 #include "comm/platform.h"
 #if JAX_EP_HAS_PTX
-#include "comm/target/ptx/convert.h"
+#include "comm/platform/ptx/convert.h"
 #endif
 
 namespace jax_ep {
@@ -72,7 +72,7 @@ JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
 }
 
-// Several at a time, for which a target may have faster instructions.
+// Several at a time, for which a platform may have faster instructions.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
   constexpr int kPerWord = sizeof(float) / sizeof(T);

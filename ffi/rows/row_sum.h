@@ -137,9 +137,9 @@ class RowSum {
   template <class Terms, class Sinks>
   JAX_EP_FN void sum_alone(const Terms& terms, const Sinks& sinks, int width) const {
     const FewRows<const T> rows(terms);
-    const FewRows<char> targets(sinks);
-    if (rows.all() && targets.all())
-      sum_few_rows<T, T>(rows, targets, width);
+    const FewRows<char> outs(sinks);
+    if (rows.all() && outs.all())
+      sum_few_rows<T, T>(rows, outs, width);
     else
       sum_by_value(terms, sinks, width);
   }

@@ -99,8 +99,8 @@ namespace {
 // 0.1 of 0.1.2.
 std::string_view minor_of(std::string_view release) { return release.substr(0, release.rfind('.')); }
 
-// `attributes`: of the op. A local op has neither group nor site. The attributes and buffers of every target are those
-// of a minor release, so a saved program of another one is rejected before anything of it is read.
+// `attributes`: of the op. A local op has neither group nor site. The attributes and buffers of every FFI target are
+// those of a minor release, so a saved program of another one is rejected before anything of it is read.
 ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
   const auto release = attributes.get<std::string_view>("release");
   const std::string maker(release.has_value() ? *release : "before 0.1");

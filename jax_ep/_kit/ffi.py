@@ -95,7 +95,7 @@ def _results_of(
 
 
 def _call_site() -> str:
-    """The file and function of the user's code that calls an op, for errors and flight records.
+    """The file and function of the user's code that calls an op, for errors and the flight recorder.
 
     It has no line number: with one, a change above the call would miss the compilation cache.
     """
@@ -157,13 +157,13 @@ def call(
         unvarying = axes if result.alike else frozenset()
         return vary.result_type(result.shape, np.dtype(result.dtype), operands[0], unvarying)
 
-    def target(*operands: jax.Array) -> Sequence[jax.Array]:
+    def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [type_of(result, operands) for result in types]
         called = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
         attributes = {"group": np.int64(ranks.id), "site": site, **_attributes(plain)}
         return called(*operands, **attributes)[: len(names)]
 
-    returned = sequential_vmap(target)(*operands)
+    returned = sequential_vmap(one_call)(*operands)
     if ranks.platform != "cpu":
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
         # of its results, and runs the call again for the other results. The barrier prevents that.
@@ -180,11 +180,11 @@ def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | n
     plain = {key: _python_value(value) for key, value in settings.items()}
     _, types = _results_of("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
 
-    def target(*operands: jax.Array) -> Sequence[jax.Array]:
+    def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [vary.result_type(result.shape, np.dtype(result.dtype), operands[0]) for result in types]
         return jax.ffi.ffi_call(f"jax_ep_{name}", results)(*operands, **_attributes(plain))
 
-    called = sequential_vmap(target)(*operands)
+    called = sequential_vmap(one_call)(*operands)
     return {result.name: x for result, x in zip(types, called, strict=True) if result.name != WORKSPACE}
 
 

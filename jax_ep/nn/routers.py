@@ -184,9 +184,9 @@ def round_tokens(
     sizes = jnp.bincount(ordered, length=2 * num_experts + 1)
     starts = jnp.cumsum(sizes) - sizes
     count, most = (ends - starts[:-1:2] for ends in (starts[1::2], starts[2::2]))
-    target = (count + multiple // 2) // multiple * multiple
-    target = jnp.where(target > most, count // multiple * multiple, target)
-    last = jnp.append(starts[:-1:2] + target, ranges.size)  # of what is not valid, all stays
+    rounded = (count + multiple // 2) // multiple * multiple
+    rounded = jnp.where(rounded > most, count // multiple * multiple, rounded)
+    last = jnp.append(starts[:-1:2] + rounded, ranges.size)  # of what is not valid, all stays
     taken = jnp.zeros_like(order, bool).at[order].set(places < last[ordered // 2], unique_indices=True)
     if axis_name is not None:
         taken = taken.reshape(ranges.shape)[jax.lax.axis_index(axis_name)]

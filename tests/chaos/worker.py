@@ -65,13 +65,13 @@ class Strike(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        began, seen, target, entered = time.monotonic(), set[str](), None, "no op"
-        while (waited := time.monotonic() - began) < LATEST_SECONDS and (target is None or entered != target):
+        began, seen, chosen, entered = time.monotonic(), set[str](), None, "no op"
+        while (waited := time.monotonic() - began) < LATEST_SECONDS and (chosen is None or entered != chosen):
             entered = " ".join(helpers.native(self.group).test_hooks.last_phase(0, self.rank) or ("no op",))
             if waited < LOOK_SECONDS:
                 seen.add(entered)
-            elif target is None:
-                target = min(sorted(seen), key=lambda phase: self.struck.get(phase, 0))
+            elif chosen is None:
+                chosen = min(sorted(seen), key=lambda phase: self.struck.get(phase, 0))
             time.sleep(0)  # others want to run
         os.write(1, f"@{json.dumps({'struck': entered})}\n".encode())
         os.kill(os.getpid(), self.number)

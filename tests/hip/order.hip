@@ -1,4 +1,4 @@
-// Each primitive of comm/target/hip.h that orders memory, alone, so that check_code.sh can read what it compiles to.
+// Each primitive of comm/platform/hip.h that orders memory, alone, so that check_code.sh can read what it compiles to.
 #include "comm/platform.h"
 
 extern "C" __global__ void publish(uint64_t* flag, uint64_t* data) {

@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-#ifndef JAX_EP_WAVES  // else waves/comm/target/host.h has these
+#ifndef JAX_EP_WAVES  // else waves/comm/platform/cpu.h has these
 struct Cta {
   explicit Cta(int) {}
 };

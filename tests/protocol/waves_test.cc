@@ -1,4 +1,4 @@
-// The kernels in coops of 64 lanes, as AMD GPUs run them, on the CPU: waves/comm/target/host.h. Products are not among
+// The kernels in coops of 64 lanes, as AMD GPUs run them, on the CPU: waves/comm/platform/cpu.h. Products are not among
 // them: those with a collective are XLA's there.
 #include "drops.h"
 #include "moe.h"

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 
-#include "comm/target/ptx/mbarrier.h"
+#include "comm/platform/ptx/mbarrier.h"
 
 namespace jax_ep::gemm {
 

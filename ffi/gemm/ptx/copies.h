@@ -1,7 +1,7 @@
 // Copies by threads from global to shared memory (cp.async).
 #pragma once
 
-#include "comm/target/ptx/mbarrier.h"
+#include "comm/platform/ptx/mbarrier.h"
 
 namespace jax_ep::gemm {
 

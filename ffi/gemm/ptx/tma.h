@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "comm/target/ptx/bulk.h"
+#include "comm/platform/ptx/bulk.h"
 
 namespace jax_ep::gemm {
 

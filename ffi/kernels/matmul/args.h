@@ -77,7 +77,7 @@ struct ProductSpec : ProductDefaults {
 template <>
 struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
   using Args = MatmulReduceArgs;
-  static constexpr const char* kTarget = "matmul_reduce";
+  static constexpr const char* kFfiTarget = "matmul_reduce";
   static constexpr KindName kKinds[] = {{OpKind::matmul_all_reduce, "matmul_all_reduce"},
                                         {OpKind::matmul_reduce_scatter, "matmul_reduce_scatter"}};
 
@@ -104,7 +104,7 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
 template <>
 struct OpSpec<GatherMatmulArgs> : ProductSpec<GatherMatmulArgs> {
   using Args = GatherMatmulArgs;
-  static constexpr const char* kTarget = "gather_matmul";
+  static constexpr const char* kFfiTarget = "gather_matmul";
   static constexpr KindName kKinds[] = {{OpKind::all_gather_matmul, "all_gather_matmul"}};
 
   template <class Visit>

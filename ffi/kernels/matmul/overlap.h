@@ -5,8 +5,8 @@
 
 #include "comm/op.h"
 #include "comm/platform.h"
-#include "comm/target/ptx/bulk.h"
-#include "comm/target/ptx/cta.h"
+#include "comm/platform/ptx/bulk.h"
+#include "comm/platform/ptx/cta.h"
 #include "gemm/multiply.h"
 #include "kernels/matmul/all_gather.h"
 #include "kernels/matmul/args.h"

@@ -47,7 +47,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   using Args = gemm::Product;
   using Element = gemm::Element;
   using Epilogue = gemm::Epilogue;
-  static constexpr const char* kTarget = "grouped_matmul";
+  static constexpr const char* kFfiTarget = "grouped_matmul";
 
   template <class Visit>
   static void settings(Visit visit) {

@@ -141,7 +141,7 @@ std::optional<std::string> validate_layout(const Args& args, int ranks) {
 template <>
 struct OpSpec<DispatchArgs> : OpDefaults {
   using Args = DispatchArgs;
-  static constexpr const char* kTarget = "dispatch";
+  static constexpr const char* kFfiTarget = "dispatch";
   static constexpr KindName kKinds[] = {{OpKind::dispatch, "dispatch"}};
   static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates};  // few tokens may be many rows where they arrive
 
@@ -210,7 +210,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
 template <>
 struct OpSpec<ScatterArgs> : RoutedDefaults {
   using Args = ScatterArgs;
-  static constexpr const char* kTarget = "scatter";
+  static constexpr const char* kFfiTarget = "scatter";
   static constexpr KindName kKinds[] = {{OpKind::scatter, "scatter"}};
   static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates, Ctas::one_a_token};
 
@@ -247,7 +247,7 @@ struct OpSpec<ScatterArgs> : RoutedDefaults {
 template <>
 struct OpSpec<CombineArgs> : RoutedDefaults {
   using Args = CombineArgs;
-  static constexpr const char* kTarget = "combine";
+  static constexpr const char* kFfiTarget = "combine";
   static constexpr KindName kKinds[] = {{OpKind::combine, "combine"}};
   static constexpr LaunchPolicy kLaunch{Senders::by_combine_rates};
 

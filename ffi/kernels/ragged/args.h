@@ -19,7 +19,7 @@ struct RaggedArgs {
 template <>
 struct OpSpec<RaggedArgs> : OpDefaults {
   using Args = RaggedArgs;
-  static constexpr const char* kTarget = "ragged_all_to_all";
+  static constexpr const char* kFfiTarget = "ragged_all_to_all";
   static constexpr KindName kKinds[] = {{OpKind::ragged_all_to_all, "ragged_all_to_all"}};
 
   template <class Visit>

@@ -88,7 +88,7 @@ std::optional<std::string> validate_entries(const Args& args, int ranks) {
 template <>
 struct OpSpec<SparseUnionArgs> : OpDefaults {
   using Args = SparseUnionArgs;
-  static constexpr const char* kTarget = "sparse_union";
+  static constexpr const char* kFfiTarget = "sparse_union";
   static constexpr KindName kKinds[] = {{OpKind::sparse_union, "sparse_all_reduce"}};
   static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::by_union_rates};
 
@@ -117,7 +117,7 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
 template <>
 struct OpSpec<SparseReduceArgs> : OpDefaults {
   using Args = SparseReduceArgs;
-  static constexpr const char* kTarget = "sparse_reduce";
+  static constexpr const char* kFfiTarget = "sparse_reduce";
   static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
   static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_a_token};
 

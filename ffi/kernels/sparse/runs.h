@@ -255,7 +255,7 @@ class RunSums {
   template <class Sum, class In>
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
     float* sum = args_.partials + int64_t{lists_.member(position)} * args_.hidden + columns.begin;
-    const auto target =
+    const auto sink =
         terms_of<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
     int mine = 0;  // each lane loads one member ahead
     const auto row_of = [&](int i) {
@@ -263,7 +263,7 @@ class RunSums {
         mine = lists_.member(position + (i + op_.coop.lane) * step);
       return rows + int64_t{op_.coop.from_lane(mine, i % Coop::lanes)} * args_.hidden + columns.begin;
     };
-    Sum(op_.coop, words_).sum(count, row_of, columns.end - columns.begin, target, 1.0f);
+    Sum(op_.coop, words_).sum(count, row_of, columns.end - columns.begin, sink, 1.0f);
   }
 
   Op& op_;

@@ -60,7 +60,8 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
 // Local ops have no kernels on a CPU. Its library types and checks their calls, for tests that trace them there.
 template <class Args>
 ffi::Future launch_local(const Call&, const Args&) {
-  return fail_call({ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kTarget) + ": only Hopper GPUs have it"});
+  return fail_call(
+      {ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kFfiTarget) + ": only Hopper GPUs have it"});
 }
 
 }  // namespace jax_ep

@@ -113,7 +113,7 @@ template <class Args>
 ffi::Error launch_local(const Call& call, const Args& args) {
   const std::optional<std::string> error = start_local(call.stream, args);
   if (!error) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kTarget) + ": " + *error};
+  return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kFfiTarget) + ": " + *error};
 }
 
 }  // namespace jax_ep

@@ -5,8 +5,8 @@
 // barriers come the stages of a RowMover; or the stages of a RowWriter, then those of a RowReader.
 #pragma once
 
-#include "comm/target/ptx/bulk.h"
-#include "rows/target/plain.h"
+#include "comm/platform/ptx/bulk.h"
+#include "rows/movers/plain.h"
 
 namespace jax_ep {
 

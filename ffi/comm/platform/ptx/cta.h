@@ -1,10 +1,10 @@
 // How some of the warps of a CTA signal others, on Hopper and elsewhere. They meet by sync_some() of
-// comm/target/cuda.h.
+// comm/platform/cuda.h.
 #pragma once
 
 #include <cstdint>
 
-#include "comm/target/ptx/mbarrier.h"
+#include "comm/platform/ptx/mbarrier.h"
 
 namespace jax_ep::ptx {
 

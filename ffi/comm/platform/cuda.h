@@ -1,4 +1,4 @@
-// NVIDIA GPUs as a target: a coop is a warp. Memory order in PTX, at the scope each flag needs.
+// NVIDIA GPUs: a coop is a warp. Memory order in PTX, at the scope each flag needs.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// The host as a target: a coop is one thread. Every rank's part of an op runs on threads of its own.
+// The CPU: a coop is one thread. Every rank's part of an op runs on threads of its own.
 #pragma once
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// AMD GPUs as a target: a coop is a wavefront. Memory order by clang's scoped atomics.
+// AMD GPUs: a coop is a wavefront. Memory order by clang's scoped atomics.
 #pragma once
 
 #include <hip/hip_runtime.h>

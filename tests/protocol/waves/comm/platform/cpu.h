@@ -1,5 +1,5 @@
-// The host as a target whose coops have 64 lanes, as those of AMD GPUs: comm/platform.h includes this in place of the
-// target's own header. Everything but Coop is that header's.
+// A CPU whose coops have 64 lanes, as those of AMD GPUs: comm/platform.h includes this in place of the
+// CPU's own header. Everything but Coop is that header's.
 //
 // The lanes of a coop take turns on one thread, each with a stack of its own. A lane gives up its turn where all lanes
 // meet and where it waits for a flag. Lanes go on from a meeting in another order than they came from the one before:
@@ -17,7 +17,7 @@
 #define pause thread_pause
 #define kLanePacks kThreadLanePacks
 #define kRowPacks kThreadRowPacks
-#include "../../../../../ffi/comm/target/host.h"
+#include "../../../../../ffi/comm/platform/cpu.h"
 #undef kRowPacks
 #undef kLanePacks
 #undef pause
