@@ -110,11 +110,11 @@ def run(what: str, main: Callable[[list[str]], int], arguments: Sequence[str]) -
     if options.json is None or ended:
         return ended
     changed = git("status", "--porcelain", "--untracked-files=no")
-    record = {"commit": options.commit or git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")}
-    record |= parse(printed.getvalue())
-    devices = re.search(r"(\d+) x .*?\b([A-Z]+\d+\w*)", record["hardware"].rpartition(";")[2])
+    result = {"commit": options.commit or git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")}
+    result |= parse(printed.getvalue())
+    devices = re.search(r"(\d+) x .*?\b([A-Z]+\d+\w*)", result["hardware"].rpartition(";")[2])
     where = f"{devices[2].lower()}x{devices[1]}" if devices else "cpu"
-    path = options.json if options.json.name else Path(f"{record['date']}-{where}-{what.replace('_', '-')}.json")
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path = options.json if options.json.name else Path(f"{result['date']}-{where}-{what.replace('_', '-')}.json")
+    path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nwrote {path}")
     return ended

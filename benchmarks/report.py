@@ -43,12 +43,12 @@ class Result:
         self.path = path
         self.date, self.name = path.stem[:10], path.stem[11:]  # 2026-11-25, h200x2-layer
         text = path.read_text()
-        self.record: dict[str, Any] = json.loads(text) if path.suffix == ".json" else parse(text)
+        self.content: dict[str, Any] = json.loads(text) if path.suffix == ".json" else parse(text)
 
     def figures(self, names: dict[str, str], headings: Sequence[str], title: str = "") -> list[str] | None:
         """Of the last row with these names by column, in a table with these headings, with this title if one is."""
         found: list[tuple[bool, list[str]]] = []
-        for table in self.record["tables"]:
+        for table in self.content["tables"]:
             columns = table["columns"]
             if columns[: len(names)] == list(names) and set(headings) <= set(columns):
                 at = [columns.index(heading) for heading in headings]
@@ -60,7 +60,7 @@ class Result:
         """The last change of the sources, unless the result is of it or of a later day."""
         benchmark = self.name.partition("-")[2]
         sources = next((SOURCES[each] for each in SOURCES if benchmark.startswith(each)), ["ffi", "jax_ep"])
-        commit = self.record.get("commit", "").rstrip("+")
+        commit = self.content.get("commit", "").rstrip("+")
         of_this = [f"{commit}..HEAD"] if commit and git("cat-file", "-t", commit) else ["HEAD"]
         change = git("log", "-1", "--format=%cs %h %s", *of_this, "--", *sources)
         return change if of_this[-1] != "HEAD" or change[:10] > self.date else ""

@@ -47,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (_, text) in _DEMOS.items():
         commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("info", help="built platforms, devices, links, versions")
-    report = commands.add_parser("report", help="merge the flight records of a folder, and name the first divergence")
-    report.add_argument("folder", type=Path, help="JAX_EP_DUMP of the job; touch its file `request` for records")
+    report = commands.add_parser("report", help="merge the dumps in a folder, and name the first divergence")
+    report.add_argument("folder", type=Path, help="JAX_EP_DUMP of the job; touch its file `request` for dumps")
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives; --json [FILE] keeps it")
     kinds = bench.add_subparsers(dest="what", required=True)
     for name, text in _BENCHES.items():

@@ -8,7 +8,7 @@ from jax_ep import profiling
 from jax_ep._kit.checks import Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError, PlatformError
-from jax_ep.runtime import flight_records, native
+from jax_ep.runtime import flight_recorder, native
 from jax_ep.runtime.watchdog import Watchdog
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -31,8 +31,8 @@ class Backend:
     def report(self) -> list[native.RankReport]:
         return []
 
-    def record(self, name: str, error: JaxEpError) -> None:
-        """Writes the flight record of a group that has failed."""
+    def dump(self, name: str, error: JaxEpError) -> None:
+        """Dumps the flight recorder of a group that has failed."""
 
     def close(self, *, in_order: bool) -> None:
         """Called once. Unless `in_order`, the group fails in processes of other nodes."""
@@ -87,8 +87,8 @@ class KernelBackend(Backend):
     def report(self) -> list[native.RankReport]:
         return native.history(self.native)
 
-    def record(self, name: str, error: JaxEpError) -> None:
-        flight_records.write(self.native, name, type(error).__name__, str(error))
+    def dump(self, name: str, error: JaxEpError) -> None:
+        flight_recorder.dump(self.native, name, type(error).__name__, str(error))
 
     def close(self, *, in_order: bool) -> None:
         try:

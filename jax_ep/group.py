@@ -45,7 +45,7 @@ class Group:
         number that leaves room for XLA's own collectives, 96 of 132. Products with a collective may take all SMs. An op
         that takes nearly all SMs can deadlock with a collective that runs at the same time, until the timeout. All
         processes must give the same number.
-      on_lost: what a failure of the group does, besides its log entry and its flight record. "raise": `check()` and
+      on_lost: what a failure of the group does, besides its log entry and its dump. "raise": `check()` and
         later ops raise it. "exit": the process ends with code 75, so that its launcher can restart it. Nothing else
         frees a thread that waits in one of XLA's collectives.
 
@@ -106,7 +106,7 @@ class Group:
             try:
                 if processes:
                     name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
-                    on_failure = partial(watchdog.record_loss, inside._backend.record, name, on_lost == "exit")
+                    on_failure = partial(watchdog.handle_loss, inside._backend.dump, name, on_lost == "exit")
                     liveness = Liveness(
                         name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure
                     )

@@ -65,16 +65,16 @@ def test_a_lost_process_is_named(how: str, lost: int) -> None:
 
 @pytest.mark.skipif(not ON_CPU, reason="heartbeats of GPUs do not say where they are")
 @pytest.mark.parametrize(
-    ("how", "recorded"),
+    ("how", "errors"),
     [
         ("hang, wait", ["PeerLostError", "PeerTimeoutError"]),
         pytest.param("hang, close", ["PeerLostError"], marks=pytest.mark.nightly),
         ("hang, exit", ["PeerTimeoutError"]),
     ],
 )
-def test_a_process_that_lives_and_does_not_come(how: str, recorded: list[str], tmp_path: Path) -> None:
+def test_a_process_that_lives_and_does_not_come(how: str, errors: list[str], tmp_path: Path) -> None:
     environment = {"JAX_EP_DUMP": str(tmp_path)}
     code = watchdog.EXIT_CODE if how == "hang, exit" else 0
     output = launch(2, 2, how, exit_code=code, environment=environment)
     assert "Error: Group(" in output  # in the log
-    assert sorted(json.loads(path.read_text())["error"] for path in tmp_path.glob("*.json")) == recorded
+    assert sorted(json.loads(path.read_text())["error"] for path in tmp_path.glob("*.json")) == errors

@@ -87,13 +87,13 @@ def test_a_benchmark_keeps_what_it_printed(
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     assert provenance.run("some_thing", main, ["--quick", "--json", *commit]) == 0
     (path,) = tmp_path.iterdir()
-    record = json.loads(path.read_text())
-    assert path.name == f"{record['date']}-cpu-some-thing.json"
-    assert record["command"] == "`XLA_FLAGS='--first --second' python -m jax_ep bench some_thing --quick`"
-    assert record["notes"] == ["hot"]
-    assert record["tables"] == [
+    result = json.loads(path.read_text())
+    assert path.name == f"{result['date']}-cpu-some-thing.json"
+    assert result["command"] == "`XLA_FLAGS='--first --second' python -m jax_ep bench some_thing --quick`"
+    assert result["notes"] == ["hot"]
+    assert result["tables"] == [
         {"title": "four rows", "columns": ["row", "us"], "rows": [["a, b", "1,000.5"], ["c", "-"]]}
     ]
-    assert {"hardware", "versions"} <= record.keys()
-    assert not commit or record["commit"] == commit[1]
+    assert {"hardware", "versions"} <= result.keys()
+    assert not commit or result["commit"] == commit[1]
     assert capsys.readouterr().out.endswith(f"| c | - |\n\nwrote {path.name}\n")

@@ -1,4 +1,4 @@
-"""`python -m jax_ep report`: the flight records of all processes as one view."""
+"""`python -m jax_ep report`: the dumps of all processes as one view."""
 
 import json
 from pathlib import Path
@@ -22,9 +22,9 @@ def ops_until(last: int, outcome: str = "delivered") -> Ops:
 
 def write(folder: Path, process: int, ranks: dict[int, Ops], *, line: int | None = None, at: float = 0) -> None:
     line = process if line is None else line
-    record: dict[str, Any] = {"group": "Group(ep)", "id": 7, "error": "", "message": "", "time": at}
-    record |= {"host": "host", "process": process, "stack": [("train.py", 7, "step"), ("a/site-packages/b.py", 1, "f")]}
-    record["ranks"] = [
+    dump: dict[str, Any] = {"group": "Group(ep)", "id": 7, "error": "", "message": "", "time": at}
+    dump |= {"host": "host", "process": process, "stack": [("train.py", 7, "step"), ("a/site-packages/b.py", 1, "f")]}
+    dump["ranks"] = [
         {
             "line": line,
             "rank": rank,
@@ -34,7 +34,7 @@ def write(folder: Path, process: int, ranks: dict[int, Ops], *, line: int | None
         }
         for rank, ops in ranks.items()
     ]
-    (folder / f"jax_ep-host-{process}-{at}.json").write_text(json.dumps(record))
+    (folder / f"jax_ep-host-{process}-{at}.json").write_text(json.dumps(dump))
 
 
 def reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -48,7 +48,7 @@ def test_an_op_that_a_rank_has_not_begun(tmp_path: Path, capsys: pytest.CaptureF
     write(tmp_path, 1, {0: ops_until(200, "running"), 1: ops_until(4)})
     text = reported(tmp_path, capsys)
     assert "process 1 of host, line 1 rank 0, 1, at " in text
-    assert "main thread in train.py:7 (step): was asked for its record" in text
+    assert "main thread in train.py:7 (step): dumped on request" in text
     assert text.endswith(
         "  first divergence: op 5\n"
         f"    line 1 rank 1: not begun; the last is op 4, {CALLS[1]}, delivered\n"
@@ -67,19 +67,19 @@ def test_another_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_records_of_one_process_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And those of an earlier run are left out; a process without a record is named."""
+def test_dumps_of_one_process_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And those of an earlier run are left out; a process without a dump is named."""
     write(tmp_path, 3, {0: ops_until(90, "failed"), 1: ops_until(90, "failed")}, line=0, at=1)
     write(tmp_path, 0, {0: ops_until(5, "running")}, at=2)
     write(tmp_path, 0, {0: ops_until(6)}, at=3)
     (tmp_path / "jax_ep-torn.json").write_text("{")
     text = reported(tmp_path, capsys)
-    assert "jax_ep-torn.json is no flight record: JSONDecodeError" in text
+    assert "jax_ep-torn.json is no dump: JSONDecodeError" in text
     assert "  process 3 of host: of an earlier run, left out\n" in text
-    assert "  no record of the process of line 0 rank 1\n  no divergence: " in text
+    assert "  no dump of the process of line 0 rank 1\n  no divergence: " in text
 
 
 def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
-    assert f"no flight records (jax_ep-*.json) in {tmp_path}" in capsys.readouterr().err
+    assert f"no dumps (jax_ep-*.json) in {tmp_path}" in capsys.readouterr().err

@@ -20,7 +20,7 @@ import pytest
 from conftest import OpenGroup
 
 from jax_ep import Group, PeerTimeoutError
-from jax_ep.runtime import flight_records
+from jax_ep.runtime import flight_recorder
 from jax_ep.runtime.report import report
 
 SIZE, EXPERTS, STALLED = 4, 8, 3
@@ -104,20 +104,20 @@ def test_a_failure_is_logged_and_dumped(
     case = case_of(rng)
     helpers.fetch(helpers.dispatch_combine(group, **OPTIONS)(*case))
     fail(group, case)
-    await_log(caplog, "flight record: ")
+    await_log(caplog, "flight recorder dumped to ")
     message = await_log(caplog, "PeerTimeoutError: ")
     assert f"rank {STALLED} in vain: it has not begun this op; its last was combine float32 T=4 K=2 H=16" in message
     [path] = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
-    record = json.loads(path.read_text())
-    assert record["error"] == "PeerTimeoutError"
-    assert [rank["rank"] for rank in record["ranks"]] == list(range(SIZE))
-    for rank in record["ranks"]:
+    dump = json.loads(path.read_text())
+    assert dump["error"] == "PeerTimeoutError"
+    assert [rank["rank"] for rank in dump["ranks"]] == list(range(SIZE))
+    for rank in dump["ranks"]:
         calls = [(op["op"], op["outcome"]) for op in rank["ops"]]
         assert calls[:2] == [("dispatch", "delivered"), ("combine", "delivered")]
         if rank["rank"] != STALLED:
             assert calls[2][0] == "dispatch"
-    assert max(rank["waited_ns"][STALLED] for rank in record["ranks"]) > 0.4e9
+    assert max(rank["waited_ns"][STALLED] for rank in dump["ranks"]) > 0.4e9
     with pytest.raises(PeerTimeoutError):
         group.check()
 
@@ -125,21 +125,21 @@ def test_a_failure_is_logged_and_dumped(
 def test_a_full_disk(
     open_group: OpenGroup, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leaves no part of a record."""
+    """Leaves no part of a dump."""
     monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
     group = open_group(SIZE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        flight_records.write(helpers.native(group), repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
+        flight_recorder.dump(helpers.native(group), repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    await_log(caplog, "its flight record could not be written to JAX_EP_DUMP=")
+    await_log(caplog, "the flight recorder could not be dumped to JAX_EP_DUMP=")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's host does not wait when a program is called")
-def test_a_record_on_request(
+def test_a_dump_on_request(
     open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the main thread waits in native code for a rank that stalls."""

@@ -1,4 +1,4 @@
-"""`python -m jax_ep report DIR`: what the flight records in a folder say of each group, as one view of all its ranks.
+"""`python -m jax_ep report DIR`: what the dumps in a folder say of each group, as one view of all its ranks.
 
 The ranks of a group run the same ops in the same order, so the number of an op stands for the same op on every rank.
 The first op that is not delivered on all ranks, or not the same on all, is where they diverged (PyTorch's flight
@@ -11,59 +11,59 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_ep.runtime.flight_records import NAMES
+from jax_ep.runtime.flight_recorder import NAMES
 
-Record = Mapping[str, Any]  # as `flight_records.write` makes it
+Dump = Mapping[str, Any]  # as `flight_recorder.dump` makes it
 Rank = tuple[int, int]  # line, rank
-Ops = dict[int, Record]  # by number
+Ops = dict[int, Mapping[str, Any]]  # the records of a rank, by number
 
 
 def report(folder: Path) -> str:
-    """Where the ranks and processes of the records in a folder first differ, group by group.
+    """Where the ranks and processes of the dumps in a folder first differ, group by group.
 
     Raises:
-      ValueError: there is no record in the folder.
+      ValueError: there is no dump in the folder.
     """
-    groups: dict[int, list[Record]] = {}
+    groups: dict[int, list[Dump]] = {}
     lines: list[str] = []
     for path in sorted(folder.glob(NAMES)):
         try:
-            record = json.loads(path.read_text())
-            groups.setdefault(record["id"], []).append(record)
+            dump = json.loads(path.read_text())
+            groups.setdefault(dump["id"], []).append(dump)
         except (ValueError, TypeError, LookupError, OSError) as error:
-            lines.append(f"{path} is no flight record: {type(error).__name__}: {error}")
+            lines.append(f"{path} is no dump: {type(error).__name__}: {error}")
     if not groups:
-        raise ValueError(f"no flight records ({NAMES}) in {folder}")
-    for records in groups.values():
-        lines += _of_group(sorted(records, key=lambda record: record["time"]))
+        raise ValueError(f"no dumps ({NAMES}) in {folder}")
+    for dumps in groups.values():
+        lines += _of_group(sorted(dumps, key=lambda dump: dump["time"]))
     return "\n".join(lines)
 
 
-def _of_group(records: list[Record]) -> Iterator[str]:
-    """The lines of one group, of its records in the order of time."""
-    latest = {(record["host"], record["process"]): record for record in records}  # of each process
+def _of_group(dumps: list[Dump]) -> Iterator[str]:
+    """The lines of one group, of its dumps in the order of time."""
+    latest = {(dump["host"], dump["process"]): dump for dump in dumps}  # of each process
     latest = dict(sorted(latest.items(), key=lambda item: item[1]["time"]))
-    owners = {rank: process for process, record in latest.items() for rank in _own_ranks(record)}
-    earlier = {process for process, record in latest.items() if any(owners[x] != process for x in _own_ranks(record))}
+    owners = {rank: process for process, dump in latest.items() for rank in _own_ranks(dump)}
+    earlier = {process for process, dump in latest.items() if any(owners[x] != process for x in _own_ranks(dump))}
     ops: dict[Rank, Ops] = {}
-    for record in records:
-        if (record["host"], record["process"]) in earlier:
+    for dump in dumps:
+        if (dump["host"], dump["process"]) in earlier:
             continue
-        for each in record["ranks"]:
+        for each in dump["ranks"]:
             known = ops.setdefault((each["line"], each["rank"]), {})
             known.update((op["epoch"], op) for op in each["ops"])
-    yield records[0]["group"]
-    for process, record in latest.items():
+    yield dumps[0]["group"]
+    for process, dump in latest.items():
         if process in earlier:
             yield f"  {_process_name(process)}: of an earlier run, left out"
             continue
-        when, where = time.strftime("%H:%M:%S", time.localtime(record["time"])), _innermost_call(record["stack"])
-        what = f"{record['error']}: {record['message']}" if record["error"] else "was asked for its record"
-        yield f"  {_process_name(process)}, {_ranks(_own_ranks(record))}, at {when}, main thread in {where}: {what}"
-    sizes = {each["line"]: len(each["waited_ns"]) for record in latest.values() for each in record["ranks"]}
+        when, where = time.strftime("%H:%M:%S", time.localtime(dump["time"])), _innermost_call(dump["stack"])
+        what = f"{dump['error']}: {dump['message']}" if dump["error"] else "dumped on request"
+        yield f"  {_process_name(process)}, {_ranks(_own_ranks(dump))}, at {when}, main thread in {where}: {what}"
+    sizes = {each["line"]: len(each["waited_ns"]) for dump in latest.values() for each in dump["ranks"]}
     ranks = [(line, rank) for line, size in sizes.items() for rank in range(size)]
     if missing := [rank for rank in ranks if owners.get(rank) in {None, *earlier}]:
-        yield f"  no record of the process of {_ranks(missing)}"
+        yield f"  no dump of the process of {_ranks(missing)}"
     yield from _divergence(ops)
 
 
@@ -91,9 +91,9 @@ def _state_of_op(known: Ops, number: int) -> str:
     return "not begun" + (f"; the last is op {last}, {known[last]['call']}, {known[last]['outcome']}" if known else "")
 
 
-def _own_ranks(record: Record) -> list[Rank]:
+def _own_ranks(dump: Dump) -> list[Rank]:
     """The ranks of the process itself."""
-    return [(each["line"], each["rank"]) for each in record["ranks"] if not each["process"]]
+    return [(each["line"], each["rank"]) for each in dump["ranks"] if not each["process"]]
 
 
 def _ranks(ranks: Iterable[Rank]) -> str:

@@ -1,4 +1,4 @@
-"""A thread per group that notices a failure, logs it and writes the flight record; and writes one on request."""
+"""A thread per group that notices a failure, logs it and dumps the flight recorder; it also dumps on request."""
 
 import atexit
 import logging
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 from jax_ep.errors import GroupClosedError, JaxEpError
-from jax_ep.runtime import flight_records
+from jax_ep.runtime import flight_recorder
 from jax_ep.runtime.native import NativeGroup, as_error, close_all
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -49,9 +49,9 @@ def _end_all() -> None:
         thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def record_loss(record: Callable[[str, JaxEpError], None], name: str, exits: bool, error: JaxEpError) -> None:
-    """A group across nodes has failed: writes the flight record of its ranks in this process, which then `exits`."""
-    record(name, error)
+def handle_loss(dump: Callable[[str, JaxEpError], None], name: str, exits: bool, error: JaxEpError) -> None:
+    """A group across nodes has failed: dumps the flight recorder of its ranks in this process, which then `exits`."""
+    dump(name, error)
     if exits:
         _exit(name)
 
@@ -65,15 +65,15 @@ def _exit(name: str) -> None:
 
 def _watch(native: NativeGroup, name: str, exits: bool, ended: threading.Event) -> None:
     try:
-        found, request = None, flight_records.Request()
+        found, request = None, flight_recorder.Request()
         while found is None and not ended.is_set():
             found = as_error(native.await_failure(_PERIOD_SECONDS))
             if found is None and request.is_new():
-                flight_records.write(native, name)
+                flight_recorder.dump(native, name)
         if found is not None and not isinstance(found, GroupClosedError):
             kind, message = type(found).__name__, str(found)
             _LOGGER.error("%s: %s: %s", name, kind, message)
-            flight_records.write(native, name, kind, message)
+            flight_recorder.dump(native, name, kind, message)
             if exits:
                 _exit(name)
     finally:

@@ -1,8 +1,8 @@
-"""Flight records: the last ops of the ranks of a group, and where this process is, as JSON in the folder JAX_EP_DUMP.
+"""Dumps of the flight recorder: the last ops of a group's ranks, and where this process is, as JSON in JAX_EP_DUMP.
 
-A failure writes a record. If somebody touches the file `request` in that folder, every process that sees the file
-writes a record of each open group within a second, even while its main thread waits in native code. (A signal would
-come too late, as Python runs signal handlers in the main thread.) `jax_ep.runtime.report` merges records.
+A failure writes a dump. If somebody touches the file `request` in that folder, every process that sees the file dumps
+each open group within a second, even while its main thread waits in native code. (A signal would come too late, as
+Python runs signal handlers in the main thread.) `jax_ep.runtime.report` merges dumps.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pathlib import Path
 from jax_ep.runtime.native import NativeGroup, history
 
 _LOGGER = logging.getLogger("jax_ep")
-_DUMP = "JAX_EP_DUMP"  # the folder
+_FOLDER = "JAX_EP_DUMP"  # of the dumps
 _REQUEST = "request"  # a file in it
-NAMES = "jax_ep-*.json"  # of the records
+NAMES = "jax_ep-*.json"  # their files
 
 
 class Request:
@@ -38,22 +38,22 @@ class Request:
 
 def _touched() -> int | None:
     with contextlib.suppress(OSError):
-        if folder := os.environ.get(_DUMP):
+        if folder := os.environ.get(_FOLDER):
             return os.stat(Path(folder) / _REQUEST).st_mtime_ns
     return None
 
 
-def write(native: NativeGroup, group: str, error: str = "", message: str = "") -> None:
-    """Writes the record, and logs where; or why not."""
+def dump(native: NativeGroup, group: str, error: str = "", message: str = "") -> None:
+    """Writes a dump, and logs where; or why not."""
     level = logging.ERROR if error else logging.WARNING
-    folder = os.environ.get(_DUMP)
+    folder = os.environ.get(_FOLDER)
     if not folder:
-        _LOGGER.log(level, "%s: set %s to a folder for the last ops of every rank", group, _DUMP)
+        _LOGGER.log(level, "%s: set %s to a folder for the last ops of every rank", group, _FOLDER)
         return
-    record = {
+    content = {
         "group": group,
         "id": native.id,  # the same in all processes of the group
-        "error": error,  # its type; none where the record was asked for
+        "error": error,  # its type; none on request
         "message": message,
         "time": time.time(),
         "host": socket.gethostname(),
@@ -61,12 +61,12 @@ def write(native: NativeGroup, group: str, error: str = "", message: str = "") -
         "stack": _main_stack(),
     }
     try:
-        record["ranks"] = [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)]
-        path = _write_whole(Path(folder), json.dumps(record, indent=1))
+        content["ranks"] = [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)]
+        path = _write_whole(Path(folder), json.dumps(content, indent=1))
     except (OSError, RuntimeError) as failed:
-        _LOGGER.error("%s: its flight record could not be written to %s=%r: %s", group, _DUMP, folder, failed)
+        _LOGGER.error("%s: the flight recorder could not be dumped to %s=%r: %s", group, _FOLDER, folder, failed)
     else:
-        _LOGGER.log(level, "%s: flight record: %s", group, path)
+        _LOGGER.log(level, "%s: flight recorder dumped to %s", group, path)
 
 
 def _main_stack() -> list[tuple[str, int, str]]:
