@@ -13,7 +13,7 @@ from typing import IO, Any
 import jax
 
 from jax_ep._kit.ffi import Ranks
-from jax_ep.runtime.native import NativeGroup, Recording, Span, stop_recording
+from jax_ep.runtime.native import NativeGroup, RankProfile, Span, stop_profile
 
 _lock = threading.RLock()
 _groups: weakref.WeakKeyDictionary[Ranks, NativeGroup] = weakref.WeakKeyDictionary()  # open, with kernels
@@ -22,7 +22,7 @@ _profile: "_Profile | None" = None
 
 @contextlib.contextmanager
 def profile(path: str | Path) -> Iterator[None]:
-    """Records when each CTA enters and leaves each phase of each op, on all ranks, into a Chrome trace.
+    """Writes when each CTA enters and leaves each phase of each op, on all ranks, as a Chrome trace.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. A process of the trace is a rank (pid: the rank, for
     the first line of the first group; further lines and groups follow), a thread is the first sender warp of a CTA
@@ -32,7 +32,7 @@ def profile(path: str | Path) -> Iterator[None]:
     zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
     `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
 
-    Records all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
+    Covers all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
     with implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
     earlier ones were lost. Costs nothing when off.
 
@@ -63,15 +63,15 @@ class _Profile:
     def __init__(self, path: Path):
         self.path = path
         self.file = _open_trace(_path_of_process(path))
-        self.groups: dict[Ranks, NativeGroup] = {}  # recorded now; kept alive until they are read
-        self.recordings: list[tuple[Ranks, list[Recording]]] = []
+        self.groups: dict[Ranks, NativeGroup] = {}  # profiled now; kept alive until they are read
+        self.ranks: list[tuple[Ranks, list[RankProfile]]] = []
 
     def start(self, group: Ranks, native: NativeGroup) -> None:
-        native.start_recording()
+        native.start_profile()
         self.groups[group] = native
 
     def stop(self, group: Ranks) -> None:
-        self.recordings.append((group, stop_recording(self.groups.pop(group))))
+        self.ranks.append((group, stop_profile(self.groups.pop(group))))
 
 
 def group_opened(group: Ranks, native: NativeGroup) -> None:
@@ -94,7 +94,7 @@ def _begin(path: Path) -> _Profile:
     global _profile
     with _lock:
         if _profile is not None:
-            raise RuntimeError(f"profile: already recording to {str(_profile.path)!r}; profiles do not nest")
+            raise RuntimeError(f"profile: already writing to {str(_profile.path)!r}; profiles do not nest")
         _profile = current = _Profile(path)
         try:
             for group, native in _groups.items():
@@ -138,29 +138,29 @@ def _write(current: _Profile) -> None:
 
 def _events(current: _Profile) -> Iterator[dict[str, Any]]:
     first_pid = 0
-    for group, recordings in sorted(current.recordings, key=lambda recorded: recorded[0].id):
-        for recording in recordings:
-            pid = first_pid + recording.line * group.size + recording.rank
-            yield from _names(group, recording, pid)
-            yield from _slices(recording.spans, pid)
-        first_pid += len(recordings)
+    for group, ranks in sorted(current.ranks, key=lambda each: each[0].id):
+        for rank in ranks:
+            pid = first_pid + rank.line * group.size + rank.rank
+            yield from _names(group, rank, pid)
+            yield from _slices(rank.spans, pid)
+        first_pid += len(ranks)
 
 
-def _names(group: Ranks, recording: Recording, pid: int) -> Iterator[dict[str, Any]]:
+def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[dict[str, Any]]:
     def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
-    line = f", line {recording.line}" if group.mesh.size > group.size else ""
-    yield metadata("process_name", name=f"rank {recording.rank} of {group.axis_name!r}{line}")
+    line = f", line {rank.line}" if group.mesh.size > group.size else ""
+    yield metadata("process_name", name=f"rank {rank.rank} of {group.axis_name!r}{line}")
     yield metadata("process_sort_index", sort_index=pid)
     notes = []
-    if recording.lost:
-        notes.append(f"{recording.lost} earlier phases lost: the profile was too long")
-    if recording.unfinished:
-        notes.append(f"{recording.unfinished} rows end inside an op: its results were not awaited")
+    if rank.lost:
+        notes.append(f"{rank.lost} earlier phases lost: the profile was too long")
+    if rank.unfinished:
+        notes.append(f"{rank.unfinished} rows end inside an op: its results were not awaited")
     if notes:
         yield metadata("process_labels", labels="; ".join(notes))
-    for cta, role in sorted({(span.cta, span.role) for span in recording.spans}):
+    for cta, role in sorted({(span.cta, span.role) for span in rank.spans}):
         row = "thread" if group.platform == "cpu" else f"CTA {cta}, {('send', 'receive')[role]}"
         yield metadata("thread_name", tid=2 * cta + role, name=row)
         yield metadata("thread_sort_index", tid=2 * cta + role, sort_index=2 * cta + role)

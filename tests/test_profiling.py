@@ -42,9 +42,7 @@ def round_trip(group: Group, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("wire", [None, "float8"])
-def test_every_rank_records_every_phase(
-    wire: Any, open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
-) -> None:
+def test_every_rank_has_every_phase(wire: Any, open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
     group, path = open_group(SIZE), tmp_path / "trace.json"
 
     def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -76,7 +74,7 @@ def test_ragged_all_to_all(open_group: OpenGroup, tmp_path: Path) -> None:
     assert_complete(path, SIZE, ["ragged_all_to_all"])
 
 
-def test_only_what_runs_inside_is_recorded_each_time(
+def test_only_what_runs_inside_is_profiled_each_time(
     open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """One compiled program runs before, inside and after two profiles."""
@@ -119,7 +117,7 @@ def test_lines_of_a_mesh(open_group: OpenGroup, rng: np.random.Generator, tmp_pa
     assert names == [f"rank {rank} of 'ep', line {line}" for line in range(2) for rank in range(2)]
 
 
-def test_a_long_recording_keeps_its_end_and_says_so(
+def test_a_long_profile_keeps_its_end_and_says_so(
     open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     group, path, steps = open_group(2), tmp_path / "trace.json", 4000
@@ -149,7 +147,7 @@ def test_a_long_recording_keeps_its_end_and_says_so(
     assert_complete(path, 2, ["dispatch", "combine"])
 
 
-def test_a_failing_op_is_recorded(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
     """Who waited, and for how long; the exception passes through."""
     timeout, stalled = 0.5, 3
     group, path = open_group(SIZE, timeout=timeout), tmp_path / "trace.json"
@@ -171,7 +169,7 @@ def test_profiles_do_not_nest(open_group: OpenGroup, rng: np.random.Generator, t
     program, case = round_trip(open_group(SIZE)), draw(rng)
     with jax_ep.profile(tmp_path / "outer.json"):
         with (
-            pytest.raises(RuntimeError, match=r"already recording to .*outer\.json.*do not nest"),
+            pytest.raises(RuntimeError, match=r"already writing to .*outer\.json.*do not nest"),
             jax_ep.profile(tmp_path / "outer.json"),
         ):
             pass

@@ -41,7 +41,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def labels(path: Path) -> dict[int, str]:
-    """What the trace says about ranks whose recording is not whole."""
+    """What the trace says about ranks whose profile is not whole."""
     events = load(path)["traceEvents"]
     return {event["pid"]: event["args"]["labels"] for event in events if event["name"] == "process_labels"}
 
@@ -100,7 +100,7 @@ def assert_in_order(of_op: list[Slice]) -> None:
 
 
 def assert_complete(path: Path, ranks: int, ops: list[str]) -> None:
-    """Every rank ran these ops, in this order, and recorded every phase of each in its order."""
+    """Every rank ran these ops, in this order, and every phase of each in its order."""
     assert not labels(path)
     phases = phases_of_tracks(slices(path))
     assert {rank for rank, _, _ in phases} == set(range(ranks))

@@ -16,7 +16,7 @@
 #include "gemm/product.h"
 #include "platform/launch.h"
 #include "runtime/memory.h"
-#include "runtime/recorder.h"
+#include "runtime/profiler.h"
 
 namespace py = pybind11;
 
@@ -100,13 +100,13 @@ py::dict types() {
 // (CTA, role, epoch, op, phase, begin_ns, end_ns)
 using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
 // (line, rank, lost, unfinished, spans)
-using PyRecording = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
+using PyRankProfile = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
 
-PyRecording to_python(const Recording& recording) {
+PyRankProfile to_python(const RankProfile& profile) {
   std::vector<PySpan> spans;
-  for (const Span& s : recording.spans)
+  for (const Span& s : profile.spans)
     spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
-  return {recording.rank_slot.line, recording.rank_slot.rank, recording.lost, recording.unfinished, std::move(spans)};
+  return {profile.rank_slot.line, profile.rank_slot.rank, profile.lost, profile.unfinished, std::move(spans)};
 }
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
@@ -153,13 +153,13 @@ class Handle {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group || is_forked()) return;
     group->close();
-    recorder_ = nullptr;
+    profiler_ = nullptr;
     std::atomic_load(&registration_)->end();
   }
   // Called when nobody in Python holds the group any more. It is closed with the last program that was compiled for it.
   void release() {
     if (is_forked()) return;
-    recorder_ = nullptr;
+    profiler_ = nullptr;
     std::atomic_store(&registration_, {});
   }
   // Waits in short steps. Between them the caller, the watchdog, does not keep a released group alive.
@@ -182,16 +182,16 @@ class Handle {
     const std::shared_ptr<PlatformGroup> group = open_group();
     return group ? to_python(group->take_error()) : std::nullopt;
   }
-  void start_recording() {
+  void start_profile() {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group) return;
-    if (!recorder_) recorder_ = std::make_unique<Recorder>(group, group->max_ctas());
-    recorder_->start();
+    if (!profiler_) profiler_ = std::make_unique<Profiler>(group, group->max_ctas());
+    profiler_->start();
   }
-  std::vector<PyRecording> stop_recording() {
-    std::vector<PyRecording> all;
-    if (!recorder_) return all;
-    for (const Recording& recording : recorder_->stop()) all.push_back(to_python(recording));
+  std::vector<PyRankProfile> stop_profile() {
+    std::vector<PyRankProfile> all;
+    if (!profiler_) return all;
+    for (const RankProfile& profile : profiler_->stop()) all.push_back(to_python(profile));
     return all;
   }
 
@@ -206,7 +206,7 @@ class Handle {
   const pid_t process_ = getpid();
   std::shared_ptr<Registration> registration_;
   const int64_t id_;
-  std::unique_ptr<Recorder> recorder_;
+  std::unique_ptr<Profiler> profiler_;
 };
 
 // What tests alone ask of a group.
@@ -219,9 +219,9 @@ class TestHooks {
   void stage_all() const {
     if (const std::shared_ptr<PlatformGroup> group = handle_.open_group()) group->stage_all();
   }
-  // The op and the phase that a rank has entered last, while its ops are recorded.
+  // The op and the phase that a rank has entered last, during a profile.
   std::optional<std::pair<std::string, std::string>> last_phase(int line, int rank) const {
-    const auto last = handle_.recorder_ ? handle_.recorder_->last_of({line, rank}) : std::nullopt;
+    const auto last = handle_.profiler_ ? handle_.profiler_->last_of({line, rank}) : std::nullopt;
     if (!last) return std::nullopt;
     return std::pair{name_of(last->op), name_of(last->phase)};
   }
@@ -273,8 +273,8 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("take_error", &Handle::take_error, unlocked)
       .def("await_failure", &Handle::await_failure, unlocked)
       .def("history", &Handle::history, unlocked)
-      .def("start_recording", &Handle::start_recording, unlocked)
-      .def("stop_recording", &Handle::stop_recording, unlocked)
+      .def("start_profile", &Handle::start_profile, unlocked)
+      .def("stop_profile", &Handle::stop_profile, unlocked)
       .def_property_readonly("test_hooks", py::cpp_function([](const Handle& handle) { return TestHooks(handle); },
                                                             py::keep_alive<0, 1>()));
   py::class_<TestHooks>(module, "TestHooks", py::module_local())

@@ -57,7 +57,7 @@ class Op {
     });
   }
 
-  // Begins this rank's entry in the flight recorder, by one coop that is `elected`. On a CPU the same coop posts
+  // Begins this op's record in the flight recorder, by one coop that is `elected`. On a CPU the same coop posts
   // afterwards. On a GPU another coop posts, in no order with this one.
   JAX_EP_FN void record_begin(bool elected) const {
     if (ok() && elected && coop.lane == 0) begin_record();

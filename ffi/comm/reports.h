@@ -1,4 +1,4 @@
-// What an op reports to the host: a failure, and its entry in the flight recorder. Functions for failures are not
+// What an op reports to the host: a failure, and its record in the flight recorder. Functions for failures are not
 // inlined.
 #pragma once
 

@@ -62,7 +62,7 @@ struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An entry of a rank's flight recorder. Op::record_begin() begins it, and the coop that finishes the op ends it. The
+// An op in a rank's flight recorder. Op::record_begin() begins it, and the coop that finishes the op ends it. The
 // host may read it at any time, word by word.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
@@ -92,7 +92,7 @@ struct alignas(128) SignalPad {
   uint64_t never;     // an abort word that is never raised, for waits that must not be aborted
   uint64_t reported;  // epoch of the last op that claimed the report
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
-  uint64_t timeline;  // where this rank's `Timeline` is, while it is recorded; otherwise 0
+  uint64_t timeline;  // where this rank's `Timeline` is, during a profile; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
   alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in longer waits
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops

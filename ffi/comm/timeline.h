@@ -1,8 +1,8 @@
 // The timeline inside a rank's kernels: when each CTA entered which phase of which op.
 //
 // The first coop of each role in a CTA has a track. Only that coop appends to it, so there are no atomics. A track is a
-// ring that is never reset; the host remembers where a recording began. A phase ends where the next event of its track
-// begins. When nothing is recorded, a phase costs one comparison.
+// ring that is never reset; the host remembers where a profile began. A phase ends where the next event of its track
+// begins. Without a profile, a phase costs one comparison.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ struct alignas(32) Track {
 // The tracks of one rank: one per role of each CTA.
 constexpr int kTrackRoles = static_cast<int>(TrackRole::none);
 struct Timeline {
-  uint64_t ctas;  // later CTAs are not recorded
+  uint64_t ctas;  // later CTAs have no tracks
   Track* tracks;
 };
 
@@ -54,11 +54,11 @@ struct ClockRequest {
   uint64_t cancelled;
 };
 
-// Returns this lane's track, or null: the lane has none, or nothing is recorded now.
+// Returns this lane's track, or null: the lane has none, or there is no profile now.
 JAX_EP_FN Track* find_track(const SignalPad* signal_pad, const Coop& coop) {
   if (coop.lane != 0 || !load_relaxed(&signal_pad->timeline)) return nullptr;
   const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&signal_pad->timeline));
-  if (!timeline) return nullptr;  // the recording ended just now
+  if (!timeline) return nullptr;  // the profile ended just now
   if (coop.track == TrackRole::none || coop.cta.empty()) return nullptr;
   if (static_cast<uint64_t>(coop.cta.index) >= timeline->ctas) return nullptr;
   return &timeline->tracks[coop.cta.index * kTrackRoles + static_cast<int>(coop.track)];

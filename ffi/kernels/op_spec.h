@@ -158,7 +158,7 @@ struct LaunchPolicy {
 
 struct KindName {
   OpKind kind;
-  const char* name;  // in errors and recordings
+  const char* name;  // in errors and profiles
 };
 
 // The members that a spec may leave out. The others are:

@@ -42,7 +42,7 @@ constexpr bool is_fatal(Failure failure) { return failure >= kFirstFatal; }
 
 const char* name_of(OpKind op);
 
-// The number of a call site, a text, for flight records. The number of a text is the same in every process.
+// The number of a call site, a text, for the flight recorder. The number of a text is the same in every process.
 int32_t number_of_site(std::string_view text);
 // Lets this process find the text by its number.
 void remember_site(std::string_view text);

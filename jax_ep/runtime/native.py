@@ -1,4 +1,4 @@
-"""Groups of the compiled libraries, their errors and their recordings."""
+"""Groups of the compiled libraries, their errors and their profiles."""
 
 import os
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ class NativeGroup(Protocol):
     def take_error(self) -> tuple[ErrorKind, str] | None: ...  # returns a recoverable error only once
     def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...  # also returns if it is closed
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
-    def start_recording(self) -> None: ...
-    def stop_recording(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> list[tuple[int, int, int, int, list[tuple[Any, ...]]]]: ...
 
 
 def check_xla_flags(platform: str) -> None:
@@ -129,20 +129,20 @@ class Span(NamedTuple):
     end_ns: int
 
 
-class Recording(NamedTuple):
-    """The recording of one rank. Spans are ordered by CTA, role and time."""
+class RankProfile(NamedTuple):
+    """What one rank did in a profile. Spans are ordered by CTA, role and time."""
 
     line: int
     rank: int
     lost: int  # phases that later phases have overwritten
-    unfinished: int  # coops that were inside an op when the recording ended
+    unfinished: int  # coops that were inside an op when the profile ended
     spans: list[Span]
 
 
-def stop_recording(native: NativeGroup) -> list[Recording]:
+def stop_profile(native: NativeGroup) -> list[RankProfile]:
     return [
-        Recording(line, rank, lost, unfinished, [Span(*span) for span in spans])
-        for line, rank, lost, unfinished, spans in native.stop_recording()
+        RankProfile(line, rank, lost, unfinished, [Span(*span) for span in spans])
+        for line, rank, lost, unfinished, spans in native.stop_profile()
     ]
 
 

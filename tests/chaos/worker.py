@@ -88,7 +88,7 @@ class Member:
         os.environ["JAX_EP_DEBUG_POISON"] = str(int(poison))
         devices = [device for device in jax.devices() if device.process_index in members]
         self.group = Group(Mesh(np.array(devices), ("ep",)), "ep", timeout=timeout, open_timeout=OPEN_SECONDS)
-        helpers.native(self.group).start_recording()  # for last_phase
+        helpers.native(self.group).start_profile()  # for last_phase
         drawn = draw_ops(np.random.default_rng(seed), self.group, OPS_AT_ONCE)
         self.ops = [Prepared(name, op, self.group.mesh) for name, op in drawn.items()]
         return {"ops": list(drawn)}

@@ -25,7 +25,7 @@
 
 namespace jax_ep {
 
-gpu::Error launch_clock(ClockRequest*, int) { return gpu::kFailed; }  // only recordings ask for the time
+gpu::Error launch_clock(ClockRequest*, int) { return gpu::kFailed; }  // only profiles ask for the time
 
 namespace {
 

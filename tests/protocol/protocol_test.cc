@@ -6,24 +6,24 @@
 #include "moe.h"
 #include "posting.h"
 #include "processes.h"
-#include "recordings.h"
+#include "profiles.h"
 #include "sparse.h"
 #include "told.h"
 
 namespace jax_ep {
 namespace {
 
-// dispatch and combine, recorded.
+// dispatch and combine, in a profile.
 void round_trips(int tokens, int times) {
   const std::shared_ptr<Group> shared = make_group(20.0, /*poison=*/true);
   Group& group = *shared;
-  Recorder recorder(shared, kCoops);
-  recorder.start();
+  Profiler profiler(shared, kCoops);
+  profiler.start();
   std::vector<Rank> ranks(kRanks, Rank{tokens});
   std::mt19937 random(1);
   for (int i = 0; i < times; ++i) round_trip(group, ranks, static_cast<Way>(i % kWays), random);
   expect(!group.take_error(), "no error is reported");
-  check_recordings(recorder.stop(), 2 * times);
+  check_profiles(profiler.stop(), 2 * times);
 }
 
 TEST_CASE("dispatch: combine of its rows gives each token times its weights") { round_trips(kMaxTokens, 12); }
@@ -70,9 +70,9 @@ TEST_CASE("processes: groups that are closed as soon as they are open") { closed
 TEST_CASE("processes: lines of different processes do not disturb each other") { lines_of_different_processes(); }
 TEST_CASE("processes: heartbeats tell the slow from the dead") { heartbeats(); }
 
-TEST_CASE("recordings: a device's clock in the host's time") { host_clock(); }
-TEST_CASE("recordings: begun and ended while ops run") { recordings_of_running_ops(); }
-TEST_CASE("recordings: ended while ranks wait") { recording_cut_short(); }
+TEST_CASE("profiles: a device's clock in the host's time") { host_clock(); }
+TEST_CASE("profiles: begun and ended while ops run") { profiles_of_running_ops(); }
+TEST_CASE("profiles: ended while ranks wait") { profile_cut_short(); }
 
 TEST_CASE("sparse: rows are the sums of all ranks") { sparse_reductions(20); }
 

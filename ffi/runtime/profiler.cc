@@ -1,4 +1,4 @@
-#include "runtime/recorder.h"
+#include "runtime/profiler.h"
 
 #include <algorithm>
 
@@ -52,13 +52,13 @@ const char* name_of(Phase phase) {
   return kNames[static_cast<int>(phase)];
 }
 
-Recorder::Recorder(std::shared_ptr<Group> group, int ctas) : group_(std::move(group)), ctas_(ctas) {
+Profiler::Profiler(std::shared_ptr<Group> group, int ctas) : group_(std::move(group)), ctas_(ctas) {
   for (int line = 0; line < group_->line_count(); ++line)
     for (int rank = 0; rank < group_->size(); ++rank)
       if (group_->is_local({line, rank})) add_rank({line, rank});
 }
 
-void Recorder::add_rank(RankSlot rank_slot) {
+void Profiler::add_rank(RankSlot rank_slot) {
   const std::size_t tracks = ctas_ * kTrackRoles, ring = ring_length(tracks);
   const int device = group_->device_of(rank_slot);
   const auto allocate = [&](std::size_t bytes) {
@@ -78,13 +78,13 @@ void Recorder::add_rank(RankSlot rank_slot) {
   ranks_.push_back(std::move(rank));
 }
 
-std::vector<Track> Recorder::read_tracks(const Rank& rank) const {
+std::vector<Track> Profiler::read_tracks(const Rank& rank) const {
   std::vector<Track> tracks(ctas_ * kTrackRoles);
   copy_array<Track>(rank.device, tracks.data(), rank.tracks, tracks.size());
   return tracks;
 }
 
-void Recorder::start() {
+void Profiler::start() {
   for (Rank& rank : ranks_) {
     rank.begin = read_clock(rank.device);
     rank.seen.clear();
@@ -93,14 +93,14 @@ void Recorder::start() {
   for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, rank.timeline);
 }
 
-std::vector<Recording> Recorder::stop() {
+std::vector<RankProfile> Profiler::stop() {
   for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, nullptr);
-  std::vector<Recording> recordings;
-  for (const Rank& rank : ranks_) recordings.push_back(read(rank));
-  return recordings;
+  std::vector<RankProfile> profiles;
+  for (const Rank& rank : ranks_) profiles.push_back(read(rank));
+  return profiles;
 }
 
-std::optional<Moment> Recorder::last_of(RankSlot rank_slot) const {
+std::optional<Moment> Profiler::last_of(RankSlot rank_slot) const {
   for (const Rank& rank : ranks_) {
     if (rank.rank_slot.line != rank_slot.line || rank.rank_slot.rank != rank_slot.rank) continue;
     Track track;
@@ -113,9 +113,9 @@ std::optional<Moment> Recorder::last_of(RankSlot rank_slot) const {
   return std::nullopt;
 }
 
-Recording Recorder::read(const Rank& rank) const {
+RankProfile Profiler::read(const Rank& rank) const {
   const HostClock clock(rank.begin, read_clock(rank.device));
-  Recording recording{rank.rank_slot, {}, 0, 0};
+  RankProfile profile{rank.rank_slot, {}, 0, 0};
   const std::vector<Track> tracks = read_tracks(rank);
   for (std::size_t i = 0; i < tracks.size(); ++i) {
     const uint64_t length = tracks[i].mask + 1, count = tracks[i].count;
@@ -124,13 +124,13 @@ Recording Recorder::read(const Rank& rank) const {
     std::size_t at = 0;
     if (first > rank.seen[i])  // the rest of an op that was partly overwritten is useless
       while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;
-    recording.lost += first - rank.seen[i] + at;
+    profile.lost += first - rank.seen[i] + at;
     for (; at + 1 < events.size(); ++at)
       if (phase_of(events[at]) != Phase::none)
-        recording.spans.push_back(span_between(events[at], events[at + 1], i, clock));
-    recording.unfinished += !events.empty() && phase_of(events.back()) != Phase::none;
+        profile.spans.push_back(span_between(events[at], events[at + 1], i, clock));
+    profile.unfinished += !events.empty() && phase_of(events.back()) != Phase::none;
   }
-  return recording;
+  return profile;
 }
 
 }  // namespace jax_ep

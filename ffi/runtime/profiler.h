@@ -1,4 +1,4 @@
-// Records the timelines of a group's ranks, and reads them back.
+// Switches the timelines of a group's ranks on and off, and reads them.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +24,12 @@ struct Span {
   int64_t begin_ns, end_ns;
 };
 
-// The recording of one rank: its tracks one after another, each in order.
-struct Recording {
+// What one rank did in a profile: its tracks one after another, each in order.
+struct RankProfile {
   RankSlot rank_slot;
   std::vector<Span> spans;
   uint64_t lost;        // phases that later phases have overwritten
-  uint64_t unfinished;  // tracks that were inside an op when the recording ended
+  uint64_t unfinished;  // tracks that were inside an op when the profile ended
 };
 
 // The phase that a rank has entered last.
@@ -59,14 +59,14 @@ class HostClock {
   const ClockSample begin_, end_;
 };
 
-class Recorder {
+class Profiler {
  public:
   // For ops of up to `ctas` CTAs. Throws std::runtime_error, as start and stop do.
-  Recorder(std::shared_ptr<Group> group, int ctas);
+  Profiler(std::shared_ptr<Group> group, int ctas);
 
-  // Ops that begin from now on are recorded.
+  // Begins a profile: of the ops that begin from now on.
   void start();
-  std::vector<Recording> stop();
+  std::vector<RankProfile> stop();
 
   // The last event of the first track of a rank of this process, if there is one. May be called while ops run.
   std::optional<Moment> last_of(RankSlot rank_slot) const;
@@ -78,12 +78,12 @@ class Recorder {
     SignalPad* signal_pad;
     Timeline* timeline;          // on the device
     Track* tracks;               // on the device
-    std::vector<uint64_t> seen;  // events of each track before the recording
+    std::vector<uint64_t> seen;  // events of each track before the profile
     ClockSample begin;
   };
   void add_rank(RankSlot rank_slot);
   std::vector<Track> read_tracks(const Rank& rank) const;
-  Recording read(const Rank& rank) const;
+  RankProfile read(const Rank& rank) const;
 
   const std::shared_ptr<Group> group_;
   const std::size_t ctas_;
