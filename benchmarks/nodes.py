@@ -17,8 +17,9 @@ from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep._kit.checks import Implementation
-from jax_ep.ops.moe import gradients, xla
+from jax_ep.ops.moe.gradients import intranode_combine, scatter
 from jax_ep.ops.moe.types import NodeRouting
+from jax_ep.ops.moe.xla import xla_combine, xla_scatter
 from jax_ep.runtime.topology import sum_over_nodes
 
 from .collective_bytes import to_other_nodes
@@ -119,14 +120,14 @@ class Way(NamedTuple):
     def inside(self, routing: NodeRouting, arrived: jax.Array) -> jax.Array:
         assert self.group.intranode is not None
         if self.implementation == "xla":
-            return xla.scatter(arrived, routing.local, axis_name=self.group.intranode.axis_name)
-        return gradients.scatter(self.group.intranode, arrived, routing.local)
+            return xla_scatter(arrived, routing.local, axis_name=self.group.intranode.axis_name)
+        return scatter(self.group.intranode, arrived, routing.local)
 
     def sums_inside(self, routing: NodeRouting, rows: jax.Array) -> jax.Array:
         assert self.group.intranode is not None
         if self.implementation == "xla":
-            return xla.combine(rows, routing.local, axis_name=self.group.intranode.axis_name)
-        return gradients.combine(self.group.intranode, rows, routing.weights, routing.local)
+            return xla_combine(rows, routing.local, axis_name=self.group.intranode.axis_name)
+        return intranode_combine(self.group.intranode, rows, routing.weights, routing.local)
 
     def from_nodes(self, sums: jax.Array) -> jax.Array:
         return sum_over_nodes(sums.reshape(self.exchange.nodes, -1, sums.shape[1]), self.group.node_axes)

@@ -16,11 +16,13 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe import gradients, nodes as node_ops, xla
 from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
+from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.node_options import NodeOptions
+from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
+from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -179,7 +181,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
     if group.intranode is None and call.by_kernels:
         if stays_in_place(group, config, expert_ids.size):
             return dispatch_in_place(config, tokens, expert_ids, weights)
-        return gradients.dispatch(group, config, tokens, expert_ids, weights)
+        return intranode_dispatch(group, config, tokens, expert_ids, weights)
     agreement = Agreement(
         group._caller,
         "dispatch",
@@ -194,9 +196,9 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
     )
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     if group.intranode is not None:
-        out = node_ops.dispatch(call, tokens, expert_ids, weights)
+        out = internode_dispatch(call, tokens, expert_ids, weights)
     else:
-        out, needed = xla.dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
+        out, needed = xla_dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
         if not config.drop:
             out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
     return checkpoint_name(agreement.leave(out), DISPATCHED)
@@ -204,14 +206,14 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
 
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     if by_kernels and not isinstance(routing, NodeRouting):
-        return gradients.combine(group, expert_outputs, routing.weights, routing)
+        return intranode_combine(group, expert_outputs, routing.weights, routing)
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
     chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
     settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
     agreement = Agreement(group._caller, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
     expert_outputs, routing = agreement.enter((expert_outputs, routing))
     if isinstance(routing, NodeRouting):
-        combined = node_ops.combine(group, expert_outputs, routing, by_kernels=by_kernels)
+        combined = internode_combine(group, expert_outputs, routing, by_kernels=by_kernels)
     else:
-        combined = xla.combine(expert_outputs, routing, axis_name=group.axis_name)
+        combined = xla_combine(expert_outputs, routing, axis_name=group.axis_name)
     return checkpoint_name(agreement.leave(combined), COMBINED)

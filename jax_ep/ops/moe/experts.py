@@ -205,7 +205,7 @@ def _forward(
         rows = GatheredRows(rows, routing.indices)
     kept = Kept(rows, sizes, routing, (), experts, parameters)
     answers, products = answers_of(call, kept, tokens.dtype, keep_products=keep_products)
-    combined = checkpoint_name(gradients.combine(group, answers, routing.weights, routing), COMBINED)
+    combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products)
 
 
@@ -260,7 +260,7 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
     def sums(rows: jax.Array, weights: jax.Array, matrices: Any, biases: Any, parameters: Any) -> jax.Array:
         moved = dataclasses.replace(experts, **dict(zip(names, matrices, strict=True)), biases=biases)
         answers, _ = plain_answers(call, rows, sizes, routing, moved, parameters)
-        return gradients.combine(group, answers, weights, routing)
+        return gradients.intranode_combine(group, answers, weights, routing)
 
     def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters

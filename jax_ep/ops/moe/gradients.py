@@ -30,8 +30,8 @@ from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
 
-scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
-return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
+scatter = jax.custom_jvp(kernels.ffi_scatter, nondiff_argnums=(0,))
+return_rows = jax.custom_jvp(kernels.ffi_return_rows, nondiff_argnums=(0,))
 
 
 def scatter_all(
@@ -49,7 +49,7 @@ def scatter_all(
     return received
 
 
-def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+def intranode_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     return combine_chunks(group, WHOLE, expert_outputs, weights, routing)[0]
 
 
@@ -59,7 +59,7 @@ def combine_chunks(
 ) -> list[jax.Array]:
     """The sums of each chunk's tokens."""
     routings = chunks.cut(dataclasses.replace(routing, weights=weights))
-    return [kernels.combine(group, expert_outputs, part.weights, part) for part in routings]
+    return [kernels.ffi_combine(group, expert_outputs, part.weights, part) for part in routings]
 
 
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
@@ -82,12 +82,12 @@ def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Arra
     return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
 
 
-def dispatch(
+def intranode_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
     """Calls the kernel on constants, then makes its floats depend on tokens and weights (`_followed`)."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
-    out = kernels.dispatch(group, config, constant_tokens, expert_ids, constant_weights)
+    out = kernels.ffi_dispatch(group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
     rows, routed_weights = _followed(group, config, tokens, weights, out)
     return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))

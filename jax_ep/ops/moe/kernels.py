@@ -1,4 +1,4 @@
-"""The kernels of dispatch and combine, and of their gradients, as FFI calls."""
+"""The kernels of dispatch and combine, and of their gradients, as FFI calls: `implementation="ffi"`."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 from jax_ep.ops.moe.xla import add_rows_of_tokens
 
 
-def dispatch(
+def ffi_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
     called = ffi.call(
@@ -41,7 +41,7 @@ def dispatch(
     return Dispatched(rows, called["group_sizes"], Routing(**leaves))
 
 
-def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H]. Rows without a token are as in the dispatch, or as in
     `onto`."""
     config = routing.config
@@ -66,13 +66,13 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
     return called["rows"]
 
 
-def combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if _exchanges_nothing(group):
         return _combine_locally(group, expert_outputs, routing, weights)
     return _combine(group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
-def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+def ffi_return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if _exchanges_nothing(group):
         return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)

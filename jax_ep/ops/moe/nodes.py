@@ -23,11 +23,12 @@ from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients, xla
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchCall, Dispatched, NodeRouting, Routing
+from jax_ep.ops.moe.xla import xla_combine, xla_scatter
 from jax_ep.runtime.topology import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
-def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
+def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     """`jax_ep.dispatch` of validated operands."""
     group = call.group
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
@@ -46,14 +47,14 @@ def dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weigh
     return Dispatched(received, routing.group_sizes, routing)
 
 
-def combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
+def internode_combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
     """`jax_ep.combine` of validated operands."""
     assert group.intranode is not None
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
         sums = gradients.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
     else:
-        sums = [xla.combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)]
+        sums = [xla_combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)]
     combined = _from_nodes(group, sums, routing.sent, routing.num_tokens, chunks)
     if routing.sent is not None:
         no_token = ((routing.sent < 0) | (routing.sent > routing.num_tokens)).any()
@@ -155,7 +156,7 @@ def _moved(
     taken_in = _to_nodes(call.group, tokens, sent, call.chunks)
     if call.by_kernels:
         return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local), scatter)
-    return xla.scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
+    return xla_scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 
 def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:

@@ -108,7 +108,7 @@ def routing_of(
     )
 
 
-def dispatch(
+def xla_dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
 ) -> tuple[Dispatched, jax.Array]:
     """`jax_ep.dispatch`, and the rows that every rank needs, [R] int32."""
@@ -139,7 +139,7 @@ def dispatch(
     return Dispatched(received, placed.group_sizes[me], routing), placed.needed
 
 
-def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
+def xla_scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H]."""
     size, num_tokens, top_k = routing.row_of.shape
     if not num_tokens:  # jax.numpy takes nothing from an empty array
@@ -150,7 +150,7 @@ def scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.
     return all_tokens.at[source_of_row].get(mode="fill", fill_value=0)  # unlike a scatter, it has a transpose
 
 
-def combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
+def xla_combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """`jax_ep.combine`: partial sums on the expert's rank, then the sum of the ranks' partial sums in rank order."""
     zeros = jnp.zeros((*routing.row_of.shape[:2], expert_outputs.shape[1]), jnp.float32)
     partial = add_rows_of_tokens(zeros, expert_outputs, routing.row_of, routing.weights)
