@@ -4,8 +4,8 @@ from pallas_kernels import (
     ACTIVATIONS as ACTIVATIONS,
     BLOCK as BLOCK,
     ActivationName as ActivationName,
+    blocks_to_float8 as blocks_to_float8,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
     quantize_matrices as quantize_matrices,
-    quantized as quantized,
 )

@@ -6,4 +6,8 @@ from .grouped_matmul import (
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )
-from .quantize import BLOCK as BLOCK, quantize_matrices as quantize_matrices, quantized as quantized
+from .quantize import (
+    BLOCK as BLOCK,
+    blocks_to_float8 as blocks_to_float8,
+    quantize_matrices as quantize_matrices,
+)

@@ -49,12 +49,12 @@ def quantize_matrices(matrices: jax.Array, *, interpret: bool = False) -> tuple[
 
 
 def _quantize_block(matrix: Any, bits: Any, scale: Any) -> None:
-    rounded, scale_of_block = quantized(matrix[...])
+    rounded, scale_of_block = blocks_to_float8(matrix[...])
     bits[...] = rounded.T
     scale[...] = scale_of_block[None, None]
 
 
-def quantized(blocks: jax.Array, axes: tuple[int, ...] | None = None) -> tuple[jax.Array, jax.Array]:
+def blocks_to_float8(blocks: jax.Array, axes: tuple[int, ...] | None = None) -> tuple[jax.Array, jax.Array]:
     """The bits of the values in float8, and the scales of the blocks. Plain JAX, also for use outside of kernels.
 
     Args:

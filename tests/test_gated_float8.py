@@ -40,12 +40,12 @@ def both(activation: Any, *operands: Any) -> tuple[Float8Rows, Float8Rows]:
     """What the op makes, and its parts."""
 
     def composed(rows: Float8Rows, sizes: jax.Array, *rhs: Any) -> Float8Rows:
-        products = [float8.quantized_product(rows, matrix, sizes) for matrix in rhs]
+        products = [float8.quantize_and_multiply(rows, matrix, sizes) for matrix in rhs]
         gate, up = products if len(products) == 2 else jnp.split(products[0], 2, axis=1)
         return quantize_rows((ACTIVATIONS[activation](gate) * up).astype(gate.dtype))
 
     return (
-        jax.jit(partial(float8.quantized_gated_product, activation, composed))(*operands),
+        jax.jit(partial(float8.gated_product_to_float8, activation, composed))(*operands),
         jax.jit(composed)(*operands),
     )
 

@@ -4,6 +4,8 @@ Arrays hold the bits of the values as uint8, also in FFI calls. `jax.checkpoint`
 `reduce_precision(exponent_bits=4, mantissa_bits=3)` to every float that it keeps. XLA takes this for a format whose
 largest number is 240, so the 448 of each block would become NaN. JAX leaves integers alone.
 
+`..._to_float8` and `..._from_float8` check nothing. The public functions do (ops/matmul/quantize.py).
+
 Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8
 and back, and with them the rounding.
 
@@ -19,7 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks
-from jax_ep.pallas_kernels import BLOCK as BLOCK, quantized
+from jax_ep.pallas_kernels import BLOCK as BLOCK, blocks_to_float8
 
 BITS = np.dtype(np.uint8)
 
@@ -79,10 +81,10 @@ class Float8Weights:
 Float8 = Float8Rows | Float8Weights  # isinstance(x, Float8): whether it is in float8
 
 
-def quantize_rows(rows: jax.Array) -> Float8Rows:
+def rows_to_float8(rows: jax.Array) -> Float8Rows:
     """[..., H], H a multiple of 128."""
     blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
-    bits, scales = quantized(blocks, axes=(-1,))
+    bits, scales = blocks_to_float8(blocks, axes=(-1,))
     return Float8Rows(bits.reshape(rows.shape), scales.reshape(blocks.shape[:-1]))
 
 
@@ -100,23 +102,23 @@ def unpacked(rows: jax.Array, hidden: int) -> Float8Rows:
     return Float8Rows(bits.reshape(rows.shape[0], hidden), scales[:, : hidden // BLOCK])
 
 
-def dequantize_rows(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
+def rows_from_float8(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
     """[..., H], rounded to `dtype`."""
-    blocks = _dequantized(rows.values).reshape(*rows.scales.shape, BLOCK)
+    blocks = _to_float32(rows.values).reshape(*rows.scales.shape, BLOCK)
     return (blocks * rows.scales[..., None]).reshape(rows.bits.shape).astype(dtype)
 
 
-def quantize_weights(weights: jax.Array) -> Float8Weights:
+def weights_to_float8(weights: jax.Array) -> Float8Weights:
     """[..., K, N], both multiples of 128."""
     transposed = weights.swapaxes(-1, -2)
     blocks = _in_blocks(transposed)
-    bits, scales = quantized(blocks, axes=(-3, -1))
+    bits, scales = blocks_to_float8(blocks, axes=(-3, -1))
     return Float8Weights(bits.reshape(transposed.shape), scales.reshape(*blocks.shape[:-3], blocks.shape[-2]))
 
 
-def dequantize_weights(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
+def weights_from_float8(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
     """[..., K, N], rounded to `dtype`."""
-    blocks = _in_blocks(_dequantized(weights.values)) * weights.scales[..., :, None, :, None]
+    blocks = _in_blocks(_to_float32(weights.values)) * weights.scales[..., :, None, :, None]
     return blocks.reshape(weights.bits.shape).astype(dtype).swapaxes(-1, -2)
 
 
@@ -126,7 +128,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
 
 
-def _dequantized(values: jax.Array) -> jax.Array:
+def _to_float32(values: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(values).astype(jnp.float32)
 
 

@@ -17,7 +17,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.matmul import kernels
-from jax_ep.ops.matmul.quantize import check_rows, check_weights, dequantize, quantized_weights
+from jax_ep.ops.matmul.quantize import as_float8_weights, check_rows, check_weights, dequantize
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
@@ -95,7 +95,7 @@ def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any)
     return jax.lax.ragged_dot(dequantize(taken(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
-def quantized_product(
+def quantize_and_multiply(
     lhs: jax.Array | Float8Rows,
     rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
@@ -108,13 +108,13 @@ def quantized_product(
       dtype: of the result; None: the dtype of `lhs`, or bfloat16 if `lhs` is in float8.
     """
     if not isinstance(lhs, Float8Rows):
-        dtype, lhs = dtype or lhs.dtype, float8.quantize_rows(lhs)
+        dtype, lhs = dtype or lhs.dtype, float8.rows_to_float8(lhs)
     dtype = np.dtype(dtype or RESULTS[0])
     kept = RESULTS[dtype != RESULTS[0]]
-    return float8_product(kept, lhs, quantized_weights(rhs), group_sizes).astype(dtype)
+    return float8_product(kept, lhs, as_float8_weights(rhs), group_sizes).astype(dtype)
 
 
-def quantized_gated_product(
+def gated_product_to_float8(
     activation: str,
     composed: Callable[..., Float8Rows],
     rows: Float8Rows,

@@ -23,7 +23,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
     op = "quantize_rows"
     checks.check_array(op, "rows", rows, "[M, H]", checks.TOKEN_DTYPES)
     check_blocks(op, "rows", rows.shape[1:])
-    return float8.quantize_rows(rows)
+    return float8.rows_to_float8(rows)
 
 
 def quantize_weights(weights: jax.Array) -> Float8Weights:
@@ -39,7 +39,7 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
     if weights.ndim not in (2, 3):
         raise ValueError(f"{op}: weights must have shape [K, N] or [G, K, N], got {weights.shape}")
     check_blocks(op, "weights", weights.shape[-2:])
-    return quantized_weights(weights)
+    return as_float8_weights(weights)
 
 
 def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
@@ -54,37 +54,37 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         raise TypeError(f"{op}: dtype must be one of floats, got {dtype!r}")
     if isinstance(quantized, Float8Rows):
         check_rows(op, name, quantized)
-        return float8.dequantize_rows(quantized, result)
+        return float8.rows_from_float8(quantized, result)
     if isinstance(quantized, Float8Weights):
         checks.check_array(op, f"{name}.bits", quantized.bits)
         if quantized.bits.ndim not in (2, 3):
             raise ValueError(f"{op}: {name}.bits must have shape [N, K] or [G, N, K], got {quantized.bits.shape}")
         check_weights(op, name, quantized, quantized.shape, "[G, K, N]")
-        return float8.dequantize_weights(quantized, result)
+        return float8.weights_from_float8(quantized, result)
     raise TypeError(f"{op}: {name} must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
 
 
-def quantized_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
+def as_float8_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
     """Checked matrices [..., K, N] in float8: quantized, unless they are already.
 
     For other families, too. On Hopper a kernel reads each matrix once. XLA reads it twice, and transposes slowly.
     """
     if isinstance(weights, Float8Weights):
         return weights
-    return _quantized_on_hopper(weights) if gemm.has_gemm() and weights.size else float8.quantize_weights(weights)
+    return _to_float8_on_hopper(weights) if gemm.has_gemm() and weights.size else float8.weights_to_float8(weights)
 
 
 @jax.custom_jvp
-def _quantized_on_hopper(weights: jax.Array) -> Float8Weights:
+def _to_float8_on_hopper(weights: jax.Array) -> Float8Weights:
     def by_kernel(weights: jax.Array) -> Float8Weights:
         groups = weights.shape[:-2]
         found = pallas_kernels.quantize_matrices(weights.reshape(-1, *weights.shape[-2:]))
         return Float8Weights(*(x.reshape(*groups, *x.shape[1:]) for x in found))
 
-    return jax.lax.platform_dependent(weights, cuda=by_kernel, default=float8.quantize_weights)
+    return jax.lax.platform_dependent(weights, cuda=by_kernel, default=float8.weights_to_float8)
 
 
-_quantized_on_hopper.defjvp(partial(jax.jvp, float8.quantize_weights))
+_to_float8_on_hopper.defjvp(partial(jax.jvp, float8.weights_to_float8))
 
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:
@@ -106,7 +106,7 @@ def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, 
     checks.check_array(op, f"{name}.scales", weights.scales, layout, np.float32, shape=scales)
 
 
-def dequantized(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
+def as_array(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
     """An operand of a product in the backward pass: an array itself, or the dequantized values of float8."""
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 

@@ -11,8 +11,8 @@ from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
-from jax_ep.ops.matmul.float8 import check_operands, float8_product, quantized_product
-from jax_ep.ops.matmul.quantize import check_blocks, check_weights, dequantized, frozen, quantized_weights
+from jax_ep.ops.matmul.float8 import check_operands, float8_product, quantize_and_multiply
+from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, check_blocks, check_weights, frozen
 from jax_ep.ops.matmul.rows import gathered_rows
 
 
@@ -50,7 +50,7 @@ def ragged_dot(
     checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
     groups = checks.to_int32(group_sizes)
     if isinstance(lhs, Float8Rows):
-        rhs = quantized_weights(rhs)
+        rhs = as_float8_weights(rhs)
         dtype = check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
         rows = lhs if lhs_indices is None else gathered_rows(op, lhs, lhs_indices)
         return float8_product(dtype, rows, rhs, groups)
@@ -78,7 +78,7 @@ def straight_through_product(
     dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
     """`ragged_dot` of checked operands. For other families, too."""
-    return quantized_product(lhs, rhs, group_sizes, dtype=dtype)
+    return quantize_and_multiply(lhs, rhs, group_sizes, dtype=dtype)
 
 
 @straight_through_product.defjvp
@@ -90,14 +90,14 @@ def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
 
     def forward(kept: Any, changes: Any) -> jax.Array:
         (lhs, rhs, group_sizes), (d_lhs, d_rhs) = kept, changes
-        by_lhs = api.ragged_dot(d_lhs, dequantized(rhs, d_lhs.dtype), group_sizes)
+        by_lhs = api.ragged_dot(d_lhs, as_array(rhs, d_lhs.dtype), group_sizes)
         return (by_lhs if d_rhs is None else by_lhs + api.ragged_dot(lhs, d_rhs, group_sizes)).astype(dtype)
 
     def backward(kept: Any, cotangent: jax.Array) -> Any:
         lhs, rhs, group_sizes = kept
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
-        return api.lhs_gradient(cotangent, dequantized(rhs, narrow), group_sizes), d_rhs
+        return api.lhs_gradient(cotangent, as_array(rhs, narrow), group_sizes), d_rhs
 
     tangent = linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
     return straight_through_product(dtype, *primals), tangent

@@ -30,8 +30,8 @@ from jax_ep._kit import gemm, vary
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
-from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product
-from jax_ep.ops.matmul.quantize import dequantized, quantize_rows, quantized_weights
+from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply
+from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
 from jax_ep.ops.matmul.straight_through import straight_through_product
 from jax_ep.ops.moe import gradients
@@ -212,7 +212,7 @@ def _forward(
 def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
     inner, products = _up_and_gate(call, kept, dtype, keep_products=keep_products)
-    multiply: Any = quantized_product if call.in_float8 else matmul.ragged_dot
+    multiply: Any = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
     answers = multiply(inner, kept.experts.down, kept.sizes)
     return with_bias(answers, split_biases(kept.experts, kept.experts.biases)[1], kept.sizes), products
 
@@ -226,13 +226,13 @@ def _up_and_gate(
     and quantizes its result for the product by down.
     """
     biases, _ = split_biases(kept.experts, kept.experts.biases)
-    multiply: Any = partial(quantized_product, dtype=dtype) if call.in_float8 else matmul.rows_product
+    multiply: Any = partial(quantize_and_multiply, dtype=dtype) if call.in_float8 else matmul.rows_product
 
     def composed(rows: Any, sizes: jax.Array, *matrices: Any) -> tuple[jax.Array, Products]:
         products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
         return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
 
-    def quantized(*operands: Any) -> Float8Rows:
+    def composed_to_float8(*operands: Any) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
 
     known = call.unit.known if all(bias is None for bias in biases) else None
@@ -241,7 +241,7 @@ def _up_and_gate(
     if known is not None and not call.in_float8:
         inner, products = matmul.gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
     elif known is not None and not keep_products and dtype == jnp.bfloat16:
-        return quantized_gated_product(known, quantized, *operands, *map(quantized_weights, matrices)), ()
+        return gated_product_to_float8(known, composed_to_float8, *operands, *map(as_float8_weights, matrices)), ()
     else:
         inner, products = composed(*operands, *matrices)
     return inner, checkpoint_name(products, PRODUCTS)
@@ -265,7 +265,7 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
     def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
-    wide = dequantized(taken(rows), changes.tokens.dtype)
+    wide = as_array(taken(rows), changes.tokens.dtype)
     primals = operands_of(wide, routing.weights, experts, parameters)
     d_weights = gradients.sent_weights(group, changes.weights, routing)
     tangents = operands_of(d_rows, d_weights, d_experts, changes.parameters)
@@ -291,14 +291,14 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
             row_weights, down_bias, taken(d_answers), sizes, d_row_weights
         )
 
-    wide: Any = rows if isinstance(rows, GatheredRows) else dequantized(rows, dtype)
+    wide: Any = rows if isinstance(rows, GatheredRows) else as_array(rows, dtype)
     d_matrices = {
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
         for name, each in zip(experts.first_names, d_products, strict=True)
     }
     # The weighed unit is freed before the cotangents of the rows need as much memory.
     d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
-    matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
+    matrices = tuple(as_array(matrix, dtype) for matrix in experts.first_matrices)
     d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
@@ -317,7 +317,7 @@ def _unit_cotangents(
         return call.unit(products, biases, sizes, parameters)
 
     inner, pull = jax.vjp(unit, products, split_biases(experts, experts.biases)[0], parameters)
-    back = matmul.lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
+    back = matmul.lhs_gradient(d_answers, as_array(experts.down, dtype), sizes)
     d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
     return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit.float8 import Float8Rows, dequantize_rows, packed, quantize_rows, unpacked
+from jax_ep._kit.float8 import Float8Rows, packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
@@ -146,7 +146,7 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
         return _moved(call, tokens, sent, local)
     if call.config.wire == "float8_rows":
         return _float8_rows(call, without_gradient(NO_GRADIENT, tokens), sent, local)
-    return _dequantized_rows(call, tokens, sent, local)
+    return _rows_through_float8(call, tokens, sent, local)
 
 
 def _moved(
@@ -160,20 +160,20 @@ def _moved(
 
 
 def _float8_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Float8Rows:
-    return unpacked(_moved(call, packed(quantize_rows(tokens)), sent, local), tokens.shape[1])
+    return unpacked(_moved(call, packed(rows_to_float8(tokens)), sent, local), tokens.shape[1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _dequantized_rows(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+def _rows_through_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Tangents and gradients pass straight through the rounding."""
-    return dequantize_rows(_float8_rows(call, tokens, sent, local), tokens.dtype)
+    return rows_from_float8(_float8_rows(call, tokens, sent, local), tokens.dtype)
 
 
-@_dequantized_rows.defjvp
-def _dequantized_rows_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+@_rows_through_float8.defjvp
+def _rows_through_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
     tokens, sent, local = primals
     moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
-    return _dequantized_rows(call, tokens, sent, local), moved
+    return _rows_through_float8(call, tokens, sent, local), moved
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.float8 import dequantize_rows, packed, quantize_rows, unpacked
+from jax_ep._kit.float8 import packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import without_gradient
 from jax_ep._kit.vary import vary_alike
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
@@ -116,9 +116,9 @@ def xla_dispatch(
     me = jax.lax.axis_index(axis_name)
     sent = tokens
     if config.wire == "float8_rows":
-        sent = packed(quantize_rows(without_gradient(NO_GRADIENT, tokens)))
+        sent = packed(rows_to_float8(without_gradient(NO_GRADIENT, tokens)))
     elif config.wire == "float8":  # the gradient passes straight through the rounding
-        rounded = dequantize_rows(quantize_rows(tokens), tokens.dtype)
+        rounded = rows_from_float8(rows_to_float8(tokens), tokens.dtype)
         sent = jax.lax.stop_gradient(rounded) + (tokens - jax.lax.stop_gradient(tokens))
 
     placed = layout(jax.lax.all_gather(expert_ids, axis_name).reshape(-1), config, size)
