@@ -3,6 +3,7 @@
 Every array has a leading axis of ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -177,12 +178,28 @@ def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices)
     return d_operand, d_output
 
 
+def ranges(sizes: Sequence[int], rows: int) -> list[slice]:
+    """The rows of each group; the sizes may name more than there are."""
+    ends = np.minimum(np.cumsum(sizes), rows)
+    return [slice(begin, end) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def ragged_dot(lhs: Array, rhs: Array, sizes: Sequence[int]) -> Array:
+    """The rows of each group times its matrix in `rhs` [G, K, N], in float64; zero behind them."""
+    out = np.zeros((len(lhs), rhs.shape[2]))
+    for rows, matrix in zip(ranges(sizes, len(lhs)), rhs, strict=True):
+        out[rows] = lhs[rows].astype(np.float64) @ matrix.astype(np.float64)
+    return out
+
+
+def ragged_dot_gradients(lhs: Array, rhs: Array, sizes: Sequence[int], cotangent: Array) -> tuple[Array, Array]:
+    d_rhs = np.zeros(rhs.shape)
+    for group, rows in enumerate(ranges(sizes, len(lhs))):
+        d_rhs[group] = lhs[rows].astype(np.float64).T @ cotangent[rows].astype(np.float64)
+    return ragged_dot(cotangent, rhs.swapaxes(1, 2), sizes), d_rhs
+
+
 def grouped_product(arrived: Expected, rhs: np.ndarray) -> np.ndarray:
     """The rows of each expert times its matrix in `rhs` [R, E / R, H, N], zero behind them: [R, C, N] in its dtype."""
-    out = np.zeros((*arrived.rows.shape[:2], rhs.shape[3]), rhs.dtype)
-    ends = np.cumsum(arrived.group_sizes, axis=1)
-    for rank, expert in np.ndindex(*ends.shape):
-        rows = slice(ends[rank, expert] - arrived.group_sizes[rank, expert], ends[rank, expert])
-        exact = arrived.rows[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
-        out[rank, rows] = exact.astype(rhs.dtype)
-    return out
+    each = zip(arrived.rows, rhs, arrived.group_sizes, strict=True)
+    return np.stack([ragged_dot(*of_rank) for of_rank in each]).astype(rhs.dtype)

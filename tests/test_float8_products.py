@@ -123,12 +123,8 @@ def multiplied(case: Product, lhs: Float8Rows, rhs: Float8Weights) -> tuple[np.n
     lhs, rhs = helpers.fetch((lhs, rhs))
     left = lhs.values.astype(float) * np.repeat(lhs.scales, BLOCK, axis=1)
     right = rhs.values.astype(float) * np.repeat(np.repeat(rhs.scales, BLOCK, axis=1), BLOCK, axis=2)
-    expected, magnitude = np.zeros((2, case.rows, case.n))
-    ends = np.minimum(np.cumsum(case.sizes), case.rows)
-    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-        here, matrix = slice(start, end), right[group].T
-        expected[here], magnitude[here] = left[here] @ matrix, np.abs(left[here]) @ np.abs(matrix)
-    return expected, magnitude
+    operands = left, right.swapaxes(1, 2)
+    return oracle.ragged_dot(*operands, case.sizes), oracle.ragged_dot(*map(np.abs, operands), case.sizes)
 
 
 def assert_product(found: np.ndarray, expected: np.ndarray, magnitude: np.ndarray, spread: float = 2) -> None:
