@@ -8,7 +8,6 @@ import os
 import pickle
 import re
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,15 +69,9 @@ def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> N
         Group(helpers.mesh_of(ep=1), "ep")
 
 
-def threads() -> int:
-    """Threads of ours alone: XLA starts and ends its own as it likes. A thread that is ending gets the time for it."""
-    deadline = time.monotonic() + 10
-    while (count := helpers.own_threads()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a group does not wait for the threads that hand results back
-    return count
-
-
-def files() -> int:
+def files_without_threads() -> int:
+    """Open files, when no thread of ours is left: a group does not wait for those that hand results back."""
+    helpers.wait_until(lambda: not helpers.own_threads(), 10)
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -96,14 +89,13 @@ def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: py
         pass  # starts whatever XLA starts once
     monkeypatch.setattr(profiling, "group_opened", fail)
     gc.collect()
-    assert threads() == 0
-    before = files()
+    before = files_without_threads()
     kept = []  # the traceback keeps the group: nothing is left to the garbage collector
     for _ in range(3):
         with pytest.raises(RuntimeError, match="at last") as raised:
             Group(helpers.mesh_of(ep=SIZE), "ep")
         kept.append(raised)
-    assert (threads(), files()) == (0, before)
+    assert files_without_threads() == before
 
 
 def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,12 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from helpers import KeyValueStore
+from helpers import KeyValueStore, wait_until
 
 from jax_ep import PeerTimeoutError
 from jax_ep.runtime import heartbeat, liveness
@@ -59,13 +59,6 @@ def processes() -> Iterator[Processes]:
             heartbeat_thread.stop()
 
 
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def assert_missing(missing: str, *openings: Opening) -> None:
     for opening in openings:
         with pytest.raises(
@@ -105,7 +98,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
             group.close()
     else:
         dies = processes.open(2, "a group", 5 * SHORT)
-        await_that(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
+        wait_until(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
         processes.threads[2].stop()
         with pytest.raises(PeerTimeoutError):
             dies.result(TIMEOUT)
@@ -178,7 +171,7 @@ def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up
     for each in others:
         each.result(TIMEOUT).close()
     next_ones = [processes.open(me, "a group") for me in (1, 2)]
-    await_that(lambda: all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
+    wait_until(lambda: all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
     held_up.may_look.set()
     first.result(TIMEOUT).close()
     assert not any(opening.done() for opening in next_ones)
@@ -197,7 +190,7 @@ def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None
     def states() -> list[str]:
         return [part.state for part in processes.store.heartbeat(0).parts.values()]
 
-    await_that(lambda: states().count(heartbeat.OPEN) == 1)
+    wait_until(lambda: states().count(heartbeat.OPEN) == 1)
     assert 1 < len(states()) < 12
     for group in groups:
         group.close()
@@ -207,7 +200,7 @@ def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: 
     """A process that leaves one group lives on in another one."""
     kept, left = processes.open_all("kept"), processes.open_all("left")
     left[2].close(in_order=False)
-    await_that(lambda: left[0].error(in_vain=True) is not None)
+    wait_until(lambda: left[0].error(in_vain=True) is not None)
     assert "process 2 left the group by an error" in str(left[0].error(in_vain=True))
     assert all(group.error(in_vain=True) is None for group in kept)
     for group in kept + left[:2]:
@@ -242,7 +235,7 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
     time.sleep(2 * SHORT)
     assert all(group.error() is None for group in groups)
     processes.threads[2].stop()
-    await_that(lambda: groups[0].error() is not None)
+    wait_until(lambda: groups[0].error() is not None)
     assert "process 2 sent no heartbeat" in str(groups[0].error())
     for group in groups:
         group.close()
@@ -261,7 +254,7 @@ def test_a_heartbeat_thread_that_fails_is_reported(
         raise OSError("no such store")
 
     monkeypatch.setattr(Store, "key_value_set", fail)
-    await_that(lambda: all(group.error() is not None for group in groups))
+    wait_until(lambda: all(group.error() is not None for group in groups))
     assert "this process sends no heartbeats any more, because of OSError('no such store')" in str(groups[0].error())
     assert "the heartbeat thread has ended" in caplog.text
     for group in groups:
