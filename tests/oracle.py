@@ -92,18 +92,17 @@ def deal(asked: Sequence[int], room: int, first: int = 0) -> list[int]:
     return given
 
 
-def through_fp8(row: Array) -> tuple[Array, Array]:
-    """A row [H] after its way through float8_e4m3fn, and the scale of each of its values."""
-    arrived, scales = np.empty_like(row), np.empty(row.shape, np.float32)
-    for start in range(0, len(row), FP8_BLOCK):
-        block = slice(start, start + FP8_BLOCK)
-        values = row[block].astype(np.float32)
-        largest = np.max(np.abs(values))
-        scale = np.float32(1) if largest == 0 else np.float32(largest / np.float32(448))
-        inverse = np.float32(1) if largest == 0 else min(np.float32(448) / largest, np.finfo(np.float32).max)
-        arrived[block] = ((values * inverse).astype(FP8).astype(np.float32) * scale).astype(row.dtype)
-        scales[block] = scale
-    return arrived, scales
+def through_fp8(x: Array, *block: int) -> tuple[Array, Array]:
+    """`x` after its way through float8_e4m3fn in blocks of its last axes, of rows [128]; and each value's scale."""
+    block = block or (FP8_BLOCK,)
+    parts = [part for n, size in zip(x.shape[-len(block) :], block, strict=True) for part in (n // size, size)]
+    blocks = x.astype(np.float32).reshape(*x.shape[: -len(block)], *parts)
+    largest = np.abs(blocks).max(axis=tuple(range(-1, -2 * len(block), -2)), keepdims=True)
+    scales = np.where(largest == 0, np.float32(1), largest / np.float32(448))
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest == 0, np.float32(1), np.minimum(np.float32(448) / largest, np.finfo(np.float32).max))
+    arrived = (blocks * inverse).astype(FP8).astype(np.float32) * scales
+    return arrived.reshape(x.shape).astype(x.dtype), np.broadcast_to(scales, blocks.shape).reshape(x.shape)
 
 
 def combine(outputs: Array, targets: Array, weights: Array) -> Array:

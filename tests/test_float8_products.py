@@ -1,6 +1,7 @@
 """Quantizing to float8, products of float8 operands, and a layer of them, against float64 of the same rounding."""
 
 import itertools
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,21 +25,12 @@ BFLOAT16 = helpers.DTYPES[0]
 
 def rounded_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What float8 keeps of rows [M, H], in float32, and the scale of every value."""
-    kept = [oracle.through_fp8(row.astype(np.float32)) for row in rows]
-    return np.stack([row for row, _ in kept]), np.stack([scales for _, scales in kept])
+    return oracle.through_fp8(rows.astype(np.float32))
 
 
 def rounded_weights(weights: np.ndarray) -> np.ndarray:
     """What float8 keeps of matrices [G, K, N], in float32."""
-    kept = np.empty(weights.shape, np.float32)
-    for group, row, column in np.ndindex(weights.shape[0], weights.shape[1] // BLOCK, weights.shape[2] // BLOCK):
-        rows, columns = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
-        block = weights[group, rows, columns].astype(np.float32)
-        largest = np.abs(block).max()
-        scale = np.float32(1) if largest == 0 else np.float32(largest / np.float32(448))
-        inverse = np.float32(1) if largest == 0 else min(np.float32(448) / largest, np.finfo(np.float32).max)
-        kept[group, rows, columns] = (block * inverse).astype(oracle.FP8).astype(np.float32) * scale
-    return kept
+    return oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0]
 
 
 def assert_rounded(found: np.ndarray, weights: np.ndarray) -> None:
@@ -248,70 +240,59 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
 
 WEIGHTS = Float8Weights(helpers.zeros((2, 128, 256), np.uint8), helpers.zeros((2, 1, 2)))
 ROWS = Float8Rows(helpers.zeros((4, 256), np.uint8), helpers.zeros((4, 2)))
-PLAIN = np.zeros((4, 256), np.float32)
-WRONG: list[tuple[Any, Any, type[Exception], str]] = [
-    (PLAIN, np.zeros((2, 256, 64), np.float32), ValueError, r"rhs must have sizes that are multiples of 128"),
-    (PLAIN, np.zeros((2, 256, 128), np.float16), TypeError, r"rhs must be of dtype float32"),
-    (PLAIN[:, :128], WEIGHTS, ValueError, r"rhs must have shape \[G, K, N\] = \(2, 128, 128\), got Float8Weights"),
-    (ROWS, np.zeros((2, 128, 128), np.float32), ValueError, r"rhs\.bits must have 256 columns"),
-    (replace(ROWS, scales=ROWS.scales[:, :1]), WEIGHTS, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
+PLAIN, SIZES = np.zeros((4, 256), np.float32), np.zeros(2, np.int32)
+ragged_dot, dot = float8.ragged_dot, float8.dot
+WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+    (ragged_dot, (PLAIN, np.zeros((2, 256, 64), np.float32), SIZES), ValueError, "rhs must have sizes that are multi"),
+    (ragged_dot, (PLAIN, np.zeros((2, 256, 128), np.float16), SIZES), TypeError, "rhs must be of dtype float32"),
+    (ragged_dot, (PLAIN[:, :128], WEIGHTS, SIZES), ValueError, r"\[G, K, N\] = \(2, 128, 128\), got Float8Weights"),
+    (ragged_dot, (ROWS, np.zeros((2, 128, 128), np.float32), SIZES), ValueError, r"rhs\.bits must have 256 columns"),
     (
-        replace(ROWS, bits=ROWS.bits.view(oracle.FP8)),
-        WEIGHTS,
+        ragged_dot,
+        (ROWS, WEIGHTS, np.zeros(2, np.float32)),
         TypeError,
-        r"lhs\.bits must be of dtype uint8",
+        "group_sizes must be of an integer dtype, got flo",
     ),
-    (ROWS, replace(WEIGHTS, scales=ROWS.scales), ValueError, r"rhs\.scales must have shape"),
-    (ROWS, replace(WEIGHTS, bits=WEIGHTS.bits[..., :128]), ValueError, r"rhs\.bits must have 256 columns"),
-    (ROWS, replace(WEIGHTS, bits=WEIGHTS.bits[:, :64]), ValueError, r"multiples of 128"),
+    (ragged_dot, (ROWS, WEIGHTS, np.zeros(3, int)), ValueError, r"group_sizes must have .* = \(2,\), got \(3,\)"),
+    *(
+        (ragged_dot, (replace(ROWS, **lhs), replace(WEIGHTS, **rhs), SIZES), error, match)
+        for lhs, rhs, error, match in (
+            ({"scales": ROWS.scales[:, :1]}, {}, ValueError, r"lhs\.scales must have shape \[M, K / 128\]"),
+            ({"bits": ROWS.bits.view(oracle.FP8)}, {}, TypeError, r"lhs\.bits must be of dtype uint8"),
+            ({}, {"scales": ROWS.scales}, ValueError, r"rhs\.scales must have shape"),
+            ({}, {"bits": WEIGHTS.bits[..., :128]}, ValueError, r"rhs\.bits must have 256 columns"),
+            ({}, {"bits": WEIGHTS.bits[:, :64]}, ValueError, r"multiples of 128"),
+        )
+    ),
+    (dot, (PLAIN, WEIGHTS), TypeError, r"lhs must be Float8Rows .*, got float32\[4,256\]"),
+    (dot, (ROWS, PLAIN), TypeError, r"rhs must be Float8Weights"),
+    (lax.ragged_dot, (ROWS, WEIGHTS, SIZES), TypeError, r"lhs must be an array, got Float8Rows: call jax_ep\.float8"),
+    (quantize_rows, (PLAIN[:, :130],), ValueError, r"rows must have sizes that are multiples of 128, got \(130,\)"),
+    (quantize_weights, (PLAIN[0],), ValueError, r"weights must have shape \[K, N\] or \[G, K, N\]"),
+    (dequantize, (PLAIN,), TypeError, "quantized must be Float8Rows or Float8Weights"),
+    *((dequantize, (ROWS, wrong), TypeError, "dtype must be ") for wrong in ("x", None, np.int32)),
+    *(
+        (dequantize, (misfit,), ValueError, rf"quantized\.{match}")
+        for misfit, match in (
+            (replace(ROWS, scales=ROWS.scales[:, :1]), r"scales must have shape \[M, K / 128\] = \(4, 2\)"),
+            (replace(ROWS, bits=ROWS.bits[:, :130]), "bits must have sizes that are multiples of 128"),
+            (replace(WEIGHTS, scales=WEIGHTS.scales[:1]), r"scales must have shape \[G, N / 128, K / 128\]"),
+            (replace(WEIGHTS, bits=WEIGHTS.bits[0, 0]), r"bits must have shape \[N, K\] or \[G, N, K\]"),
+        )
+    ),
 ]
 
 
-@pytest.mark.parametrize(("lhs", "rhs", "error", "match"), WRONG)
-def test_wrong_products(lhs: Any, rhs: Any, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=rf"^float8\.ragged_dot: .*{match}"):
-        jax.eval_shape(float8.ragged_dot, lhs, rhs, jnp.zeros(2, jnp.int32))
+@pytest.mark.parametrize(("op", "operands", "error", "match"), WRONG)
+def test_wrong_operands(op: Any, operands: tuple[Any, ...], error: type[Exception], match: str) -> None:
+    name = f"float8.{op.__name__}" if op in (ragged_dot, dot) else op.__name__
+    with pytest.raises(error, match=f"^{re.escape(name)}: .*{match}"):
+        op(*operands)
 
 
-def test_wrong_dtypes_and_sizes() -> None:
-    rows, weights = quantize_rows(jnp.zeros((4, 256))), quantize_weights(jnp.zeros((2, 256, 128)))
+def test_wrong_dtype_of_a_result() -> None:
     with pytest.raises(TypeError, match=r"ragged_dot: preferred_element_type must be bfloat16, float32 or None"):
-        float8.ragged_dot(rows, weights, jnp.zeros(2, jnp.int32), preferred_element_type=np.float16)
-    with pytest.raises(TypeError, match=r"^float8\.ragged_dot: group_sizes must be of an integer dtype, got float32"):
-        float8.ragged_dot(rows, weights, jnp.zeros(2))
-    with pytest.raises(
-        ValueError, match=r"^float8\.ragged_dot: group_sizes must have shape \[G\] = \(2,\), got \(3,\)"
-    ):
-        float8.ragged_dot(rows, weights, jnp.zeros(3, jnp.int32))
-    with pytest.raises(
-        ValueError, match=r"^quantize_rows: rows must have sizes that are multiples of 128, got \(130,\)"
-    ):
-        quantize_rows(jnp.zeros((2, 130)))
-    with pytest.raises(ValueError, match=r"^quantize_weights: weights must have shape \[K, N\] or \[G, K, N\]"):
-        quantize_weights(jnp.zeros(128))
-    with pytest.raises(TypeError, match=r"^dequantize: quantized must be Float8Rows or Float8Weights"):
-        dequantize(jnp.zeros((2, 128)))  # pyright: ignore[reportArgumentType]
-    for wrong in ("x", None, np.int32):
-        with pytest.raises(TypeError, match=r"^dequantize: dtype must be "):
-            dequantize(rows, wrong)  # pyright: ignore[reportArgumentType]
-    for misfit, match in (
-        (replace(rows, scales=rows.scales[:, :1]), r"scales must have shape \[M, K / 128\] = \(4, 2\)"),
-        (replace(rows, bits=rows.bits[:, :130]), "bits must have sizes that are multiples of 128"),
-        (replace(weights, scales=weights.scales[:1]), r"scales must have shape \[G, N / 128, K / 128\]"),
-        (replace(weights, bits=weights.bits[0, 0]), r"bits must have shape \[N, K\] or \[G, N, K\]"),
-    ):
-        with pytest.raises(ValueError, match=rf"^dequantize: quantized\.{match}"):
-            dequantize(misfit)
-
-
-def test_dense_products_are_of_float8_alone() -> None:
-    rows, matrix = quantize_rows(jnp.zeros((4, 256))), quantize_weights(jnp.zeros((256, 128)))
-    with pytest.raises(TypeError, match=r"^float8\.dot: lhs must be Float8Rows .*, got float32\[4,256\]"):
-        float8.dot(jnp.zeros((4, 256)), matrix)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"^float8\.dot: rhs must be Float8Weights"):
-        float8.dot(rows, jnp.zeros((256, 128)))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"^ragged_dot: lhs must be an array, got Float8Rows: call jax_ep\.float8"):
-        lax.ragged_dot(rows, matrix, jnp.array([4]))  # pyright: ignore[reportArgumentType]
+        float8.ragged_dot(ROWS, WEIGHTS, SIZES, preferred_element_type=np.float16)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
