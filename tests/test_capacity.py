@@ -10,7 +10,7 @@ import pytest
 from conftest import OpenGroup
 from helpers import Case
 
-from jax_ep import CapacityError, Implementation, combine, dispatch
+from jax_ep import CapacityError, Implementation, dispatch
 
 SIZE, EXPERTS, CAPACITY = 4, 8, 12
 ONE_TOO_MANY = rf"rank 2 needs {CAPACITY + 1} rows but capacity is {CAPACITY}\b"
@@ -65,10 +65,9 @@ def test_all_ranks_stop_together(native: None, open_group: OpenGroup, rng: np.ra
     group = open_group(SIZE)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
-        total = jax.lax.psum(combine(out.rows, out.routing, group=group, implementation="ffi"), "ep")
-        again = dispatch(tokens + total, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
-        return combine(again.rows, again.routing, group=group, implementation="ffi")
+        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
+        total = jax.lax.psum(helpers.round_trip(group, capacity=CAPACITY, **options)(tokens, ids, weights)[1], "ep")
+        return helpers.round_trip(group, **options)(tokens + total, ids, weights)[1]
 
     program = helpers.per_rank(body, group.mesh)
     for _ in range(3):

@@ -10,7 +10,7 @@ import oracle
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Implementation, combine, dispatch
+from jax_ep import Implementation
 
 EXPERTS = 16
 
@@ -24,10 +24,11 @@ def test_a_hundred_runs_give_the_same_bits(
     if implementation == "xla" and group.platform != "cpu":
         pytest.skip("XLA's scatter-add on a GPU, in the gradient, sums in no fixed order")
 
+    options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
+
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, Any]:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        combined = combine(jnp.tanh(out.rows), out.routing, group=group, implementation=implementation)
-        return (combined**2).sum(), (out, combined)
+        both = helpers.round_trip(group, experts=jnp.tanh, **options)(tokens, ids, weights)
+        return (both[1] ** 2).sum(), both
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
     case = helpers.draw_case(rng, size, 16, 8, EXPERTS, 32)
@@ -49,8 +50,7 @@ def test_many_independent_ops_in_one_program(
         combined, sums = [], []
         for index in range(pairs):
             sent = tokens * (index + 1)
-            out = dispatch(sent, ids, weights, group=group, num_experts=8, implementation="ffi")
-            combined.append(combine(out.rows, out.routing, group=group, implementation="ffi"))
+            combined.append(helpers.round_trip(group, num_experts=8, implementation="ffi")(sent, ids, weights)[1])
             if index % 4 == 0:
                 sums.append(jax.lax.psum(sent, "ep"))
         return jnp.stack(combined), jnp.stack(sums)

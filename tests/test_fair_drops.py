@@ -9,9 +9,9 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import Case
-from test_nodes import assert_flat, by_rank, flat, over
+from test_nodes import assert_flat, flat, over
 
-from jax_ep import Implementation, combine, dispatch
+from jax_ep import Implementation
 
 DROP: dict[str, Any] = {"on_overflow": "drop"}
 FEW, LATE = 40, helpers.LATE_TOKENS
@@ -103,8 +103,8 @@ def test_gradients(
 
     def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, more: jax.Array, cotangent: jax.Array) -> Any:
         def sums(tokens: jax.Array, weights: jax.Array, more: jax.Array) -> jax.Array:
-            out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options, **DROP)
-            return combine(out.rows + more, out.routing, group=group, implementation=implementation)
+            by: dict[str, Any] = {"implementation": implementation, "experts": lambda rows: rows + more}
+            return helpers.round_trip(group, **by, **options, **DROP)(tokens, ids, weights)[1]
 
         return jax.vjp(sums, tokens, weights, more)[1](cotangent)
 
@@ -140,7 +140,7 @@ def test_across_nodes(
     assert expected.dropped.any()
     with over(nodes, ranks) as group:
         program = helpers.dispatch_combine(group, implementation=implementation, **options, **DROP)
-        operands = [x.reshape(nodes, ranks, *x.shape[1:]) for x in case]
-        out, combined = by_rank(helpers.fetch(program(*operands)), group)
+        results = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
+        out, combined = helpers.by_rank(group.mesh, results)
         assert_flat(flat(out, group), expected)
         helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)

@@ -21,11 +21,6 @@ def over(nodes: int, ranks: int, **options: Any) -> Group:
     return Group(helpers.mesh_of(node=nodes, ep=ranks), AXES, across_nodes=True, timeout=30, **options)
 
 
-def by_rank(x: Any, group: Group) -> Any:
-    """[N, L, ...] as one axis of ranks."""
-    return jax.tree.map(lambda leaf: leaf.reshape(group.size, *leaf.shape[2:]), x)
-
-
 def flat(out: Dispatched, group: Group) -> dict[str, Any]:
     """What one group of all ranks would return, of what came back from all."""
     ranks, size = group.size, group.size // group.nodes
@@ -58,9 +53,8 @@ def assert_flat(actual: dict[str, Any], expected: oracle.Expected, *, float8: bo
 
 
 def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, np.ndarray]:
-    operands = [x.reshape(group.nodes, -1, *x.shape[1:]) for x in case]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
-    return by_rank(helpers.fetch(program(*operands)), group)
+    return helpers.by_rank(group.mesh, helpers.fetch(program(*helpers.on_mesh(group.mesh, case))))
 
 
 def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int, experts: int = EXPERTS) -> np.ndarray:
@@ -130,8 +124,8 @@ def test_float8_on_both_wires(implementation: Implementation, rng: np.random.Gen
             options: dict[str, Any] = {"wire": "float8_rows", "group": group}
             return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).rows
 
-        operands = [x.reshape(2, 2, *x.shape[1:]) for x in case[:2]]
-        found = by_rank(helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)), group)
+        operands = helpers.on_mesh(group.mesh, case[:2])
+        found = helpers.by_rank(group.mesh, helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)))
     with np.errstate(invalid="ignore"):
         wide = np.asarray(found.values).astype(np.float32) * np.repeat(found.scales, 128, axis=-1)
     helpers.assert_rounded_to_float8(wide.astype(case.tokens.dtype), expected.rows)

@@ -73,8 +73,7 @@ def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
         def sums(tokens: jax.Array, weights: jax.Array) -> jax.Array:
-            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
-            return combine(jnp.tanh(out.rows), out.routing, group=group)
+            return helpers.round_trip(group, experts=jnp.tanh, num_experts=EXPERTS, **options)(tokens, ids, weights)[1]
 
         out, back = jax.vjp(sums, tokens, weights)
         return out, jax.jvp(sums, (tokens, weights), (cotangent, weights))[1], back(cotangent)

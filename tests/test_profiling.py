@@ -25,7 +25,7 @@ from traces import (
 )
 
 import jax_ep
-from jax_ep import Group, JaxEpError, combine, dispatch
+from jax_ep import Group, JaxEpError
 
 # Two chunks of tokens, and not so few that the coops of a GPU that have no thread here expand or reduce them all.
 SIZE, EXPERTS, TOKENS = 4, 8, 600
@@ -46,12 +46,9 @@ def test_every_rank_records_every_phase(
     wire: Any, open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     group, path = open_group(SIZE), tmp_path / "trace.json"
-
-    def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, wire=wire, implementation="ffi")
-        return jnp.sum(combine(out.rows, out.routing, group=group, implementation="ffi") ** 2)
-
-    program, case = helpers.per_rank(jax.grad(loss), group.mesh), draw(rng)
+    both = helpers.round_trip(group, num_experts=EXPERTS, wire=wire, implementation="ffi")
+    loss = jax.grad(lambda *x: jnp.sum(both(*x)[1] ** 2))
+    program, case = helpers.per_rank(loss, group.mesh), draw(rng)
     begin = time.monotonic() * 1e6
     with jax_ep.profile(path):
         helpers.fetch(program(*case))
@@ -111,9 +108,8 @@ def test_groups_that_open_and_close_inside(rng: np.random.Generator, tmp_path: P
 
 def test_lines_of_a_mesh(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
     group, path = open_group(mesh=helpers.mesh_of(dp=2, ep=2)), tmp_path / "trace.json"
-    case = jax.tree.map(lambda x: x.reshape(2, 2, *x.shape[1:]), draw(rng))
     with jax_ep.profile(path):
-        helpers.fetch(round_trip(group)(*case))
+        helpers.fetch(round_trip(group)(*helpers.on_mesh(group.mesh, draw(rng))))
     assert_complete(path, 4, ["dispatch", "combine"])
     names = [e["args"]["name"] for e in load(path)["traceEvents"] if e["name"] == "process_name"]
     assert names == [f"rank {rank} of 'ep', line {line}" for line in range(2) for rank in range(2)]

@@ -36,14 +36,9 @@ class Way(NamedTuple):
 
     def program(self, group: Group, num_rows: int = ROWS, **options: Any) -> Callable[..., SparseRows]:
         """As `cases.program`, and awaited: ranks are one leading axis."""
-        shape = group.mesh.devices.shape
         run = cases.program(group, num_rows, implementation=self.implementation, method=self.method, **options)
 
-        def flat(*operands: np.ndarray) -> SparseRows:
-            out = helpers.fetch(run(*(x.reshape(*shape, *x.shape[1:]) for x in operands)))
-            return jax.tree.map(lambda x: x.reshape(group.size, *x.shape[len(shape) :]), out)
-
-        return flat
+        return lambda *operands: helpers.by_rank(group.mesh, helpers.fetch(run(*helpers.on_mesh(group.mesh, operands))))
 
     def check(self, ids: np.ndarray, values: np.ndarray, num_rows: int = ROWS, **options: Any) -> None:
         with self.open(len(ids)) as group:

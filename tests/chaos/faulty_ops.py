@@ -133,14 +133,8 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
 
 def gradients(rng: np.random.Generator, group: Group) -> Op:
     case = draw_case(rng, group.size, 20, 64)
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        def loss(tokens: jax.Array, weights: jax.Array) -> jax.Array:
-            out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-            return jnp.sum(jax_ep.combine(out.rows**2, out.routing, group=group))
-
-        return jax.grad(loss, argnums=(0, 1))(tokens, weights)
-
+    both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS_EACH * group.size)
+    body = jax.grad(lambda *x: jnp.sum(both(*x)[1]), argnums=(0, 2))
     tokens, total = case.tokens.astype(np.float64), case.weights.sum(axis=2, keepdims=True)
     squares = np.broadcast_to((tokens**2).sum(axis=2, keepdims=True), case.weights.shape)
     wanted = [Value(2 * tokens * total, np.abs(2 * tokens * total), 4), Value(squares, squares, 4)]
@@ -150,13 +144,10 @@ def gradients(rng: np.random.Generator, group: Group) -> Op:
 def scan(rng: np.random.Generator, group: Group) -> Op:
     """Ten layers in one program; on a GPU a captured graph."""
     case = draw_case(rng, group.size, 8, 32)
-
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-        return jax_ep.combine(out.rows, out.routing, group=group)
+    both = helpers.round_trip(group, num_experts=EXPERTS_EACH * group.size)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (layer(x, ids, weights), None), tokens, length=10)[0]
+        return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, length=10)[0]
 
     exact = case.tokens * case.weights.astype(np.float64).sum(axis=2, keepdims=True) ** 10
     return Op(helpers.per_rank(body, group.mesh), [*case], [Value(exact, np.abs(exact), 60)])
