@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -59,6 +59,12 @@ def processes() -> Iterator[Processes]:
             heartbeat_thread.stop()
 
 
+def close_all(groups: Iterable[Liveness]) -> None:
+    for group in groups:
+        assert group.error() is None
+        group.close()
+
+
 def assert_missing(missing: str, *openings: Opening) -> None:
     for opening in openings:
         with pytest.raises(
@@ -75,18 +81,14 @@ def test_another_group_of_a_process_does_not_count(processes: Processes) -> None
     time.sleep(SHORT)
     assert not any(opening.done() for opening in late)
     second = [processes.open(2, "second").result(TIMEOUT), *[opening.result(TIMEOUT) for opening in late]]
-    for group in first + second:
-        assert group.error() is None
-        group.close()
+    close_all(first + second)
 
 
 def test_an_open_group_over_the_same_devices_does_not_count(processes: Processes) -> None:
     groups = processes.open_all("a group")
     assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
     groups += processes.open_all("a group")
-    for group in groups:
-        assert group.error() is None
-        group.close()
+    close_all(groups)
 
 
 @pytest.mark.parametrize("how", ["while it was open", "while it was opened"])
@@ -108,8 +110,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
     openings = [processes.open(me, "a group") for me in (0, 1)]
     processes.threads[2] = processes.start(2)
     openings.append(processes.open(2, "a group"))
-    for opening in openings:
-        opening.result(TIMEOUT).close()
+    close_all(opening.result(TIMEOUT) for opening in openings)
 
 
 def test_late_again_and_again(processes: Processes) -> None:
@@ -119,9 +120,7 @@ def test_late_again_and_again(processes: Processes) -> None:
             assert_missing(str(late), *[processes.open(me, "a group", SHORT) for me in {0, 1, 2} - {late}])
         others = sorted({0, 1, 2} - {late})
         assert_missing(f"{others[0]}, {others[1]}", processes.open(late, "a group", SHORT))
-    for group in processes.open_all("a group"):
-        assert group.error() is None
-        group.close()
+    close_all(processes.open_all("a group"))
 
 
 class HeldUp(Store):
@@ -159,9 +158,7 @@ def test_who_closes_at_once_was_there(processes: Processes, held_up: HeldUp) -> 
         each.result(TIMEOUT).close()
     assert not opening.done()
     held_up.may_look.set()
-    group = opening.result(TIMEOUT)
-    assert group.error() is None
-    group.close()
+    close_all([opening.result(TIMEOUT)])
 
 
 def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
@@ -175,25 +172,20 @@ def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up
     held_up.may_look.set()
     first.result(TIMEOUT).close()
     assert not any(opening.done() for opening in next_ones)
-    for opening in [processes.open(0, "a group"), *next_ones]:
-        group = opening.result(TIMEOUT)
-        assert group.error() is None
-        group.close()
+    close_all(opening.result(TIMEOUT) for opening in [processes.open(0, "a group"), *next_ones])
 
 
 def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
     groups = processes.open_all("a group")
     for _ in range(12):
-        for group in processes.open_all("another group"):
-            group.close()
+        close_all(processes.open_all("another group"))
 
     def states() -> list[str]:
         return [part.state for part in processes.store.heartbeat(0).parts.values()]
 
     wait_until(lambda: states().count(heartbeat.OPEN) == 1)
     assert 1 < len(states()) < 12
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: Processes) -> None:

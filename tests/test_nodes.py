@@ -79,35 +79,26 @@ def uneven(rng: np.random.Generator, size: int, hidden: int = HIDDEN, dtype: Any
     return case._replace(ids=ids.astype(np.int32))
 
 
-@pytest.mark.parametrize("node_capacity", [None, 3])
+WAY, ROOM = r"tokens for a node but nodes\.capacity is 3", r"needs \d+ rows but capacity is "
+
+
+@pytest.mark.parametrize(("capacity", "node_capacity", "match"), [(16, None, ROOM), (None, 3, WAY), (2, 3, WAY)])
 def test_overflow_delivers_nothing(
-    node_capacity: int | None, implementation: Implementation, rng: np.random.Generator
+    capacity: Any, node_capacity: Any, match: str, implementation: Implementation, rng: np.random.Generator
 ) -> None:
+    """Each time, and of the way first, where tokens for a node find no room there and the others are too many rows."""
     case = uneven(rng, 8)
     with over(2, 4) as group:
-        options: dict[str, Any] = {"capacity": None if node_capacity else 16, "nodes": NodeOptions(node_capacity)}
-        match = r"tokens for a node but nodes\.capacity is 3" if node_capacity else r"needs \d+ rows but capacity is 16"
-        out, _ = run(group, case, implementation=implementation, **options)
-        assert np.isnan(out.rows).all()
-        with pytest.raises(CapacityError, match=match):
+        for _ in range(2):
+            options: dict[str, Any] = {"capacity": capacity, "nodes": NodeOptions(node_capacity)}
+            out, _ = run(group, case, implementation=implementation, **options)
+            assert np.isnan(out.rows).all()
+            with pytest.raises(CapacityError, match=match):
+                group.check()
             group.check()
         out, _ = run(group, case, implementation=implementation)
         group.check()
         assert np.isfinite(out.rows).all()
-
-
-def test_what_overflows_first_is_named(implementation: Implementation, rng: np.random.Generator) -> None:
-    """Tokens for a node find no room on the way, and those that do are too many rows for a rank: told of the way."""
-    case = uneven(rng, 8)
-    with over(2, 4) as group:
-        for _ in range(3):
-            run(group, case, implementation=implementation, capacity=2, nodes=NodeOptions(3))
-            with pytest.raises(CapacityError, match=r"tokens for a node but nodes\.capacity is 3"):
-                group.check()
-            group.check()
-        run(group, case, implementation=implementation, capacity=2, nodes=NodeOptions(TOKENS))
-        with pytest.raises(CapacityError, match=r"needs \d+ rows but capacity is 2"):
-            group.check()
 
 
 def test_float8_on_both_wires(implementation: Implementation, rng: np.random.Generator) -> None:

@@ -94,17 +94,11 @@ def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Genera
 
 @pytest.mark.matrix(1)
 @SHARDED
-@pytest.mark.parametrize("num_rows", [1, 33])
-def test_heights_of_the_table(num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
-    """Ranges of ranks that do not come out even, or are empty; far more room than rows."""
-    ids = cases.uniform(rng, 8, 9, num_rows)
+@pytest.mark.parametrize(("size", "entries", "num_rows"), [(8, 9, 1), (8, 9, 33), (4, 0, 1000)])
+def test_few_rows(size: int, entries: int, num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    """Ranges of ranks that do not come out even, or are empty; far more room than rows; no entries at all."""
+    ids = cases.uniform(rng, size, entries, num_rows)
     way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
-
-
-@pytest.mark.matrix(1)
-@SHARDED
-def test_no_entries(sharded: bool, way: Way) -> None:
-    way.check(np.zeros((4, 0), np.int32), np.zeros((4, 0, 6), np.float32), capacity=5, sharded=sharded)
 
 
 @inside_a_node
