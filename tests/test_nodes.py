@@ -68,6 +68,36 @@ def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int, experts
     return travels
 
 
+def assert_there_and_back(
+    found: tuple[Dispatched, np.ndarray],
+    group: Group,
+    case: helpers.Case,
+    *,
+    node_capacity: int | None = None,
+    fp8: bool = False,
+    alignment: int = 1,
+) -> None:
+    """The rows of the oracle, padding and dropped ones too.
+
+    Where the first tokens of a rank for a node travel, an oracle that never knew the others gives what arrives.
+    """
+    out, combined = found
+    options: dict[str, Any] = {"num_experts": EXPERTS, "capacity": out.rows.shape[1], "alignment": alignment}
+    asked, kept = oracle.dispatch(*case, **options, fp8=fp8), case
+    if node_capacity is not None:
+        kept = case._replace(ids=np.where(first_for_each_node(case.ids, group.nodes, node_capacity), case.ids, -1))
+    expected = oracle.dispatch(*kept, **options, fp8=fp8)
+    if node_capacity is None:
+        assert_flat(flat(out, group), expected, float8=fp8)
+    helpers.assert_rounded_to_float8(out.rows, expected.rows, "xla" if fp8 else "ffi")
+    np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
+    np.testing.assert_array_equal(out.routing.counts, asked.counts)
+    named = (case.ids >= 0) & (case.ids < EXPERTS)
+    np.testing.assert_array_equal(out.routing.dropped[:, 0], (named & (expected.targets < 0)).sum(axis=(1, 2)))
+    arrived = out.rows if fp8 else expected.rows  # XLA's division may round a value to the other neighbour
+    helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
+
+
 def uneven(rng: np.random.Generator, size: int, hidden: int = HIDDEN, dtype: Any = np.float32) -> helpers.Case:
     """Two thirds of all assignments to three experts, some to none, some out of bounds."""
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, hidden, np.dtype(dtype))
