@@ -150,29 +150,21 @@ def held_up(processes: Processes) -> Iterator[HeldUp]:
     store.may_look.set()
 
 
-def test_who_closes_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
-    """Also for a process that looks only afterwards."""
+@pytest.mark.parametrize("again", [False, True])
+def test_who_closes_at_once_was_there(again: bool, processes: Processes, held_up: HeldUp) -> None:
+    """Also for a process that looks only afterwards: it meets them for the group that they have closed, and not for the
+    next one that they open."""
     opening, *others = [processes.open(me, "a group") for me in range(3)]
     assert held_up.all_agree.wait(TIMEOUT)
-    for each in others:
-        each.result(TIMEOUT).close()
+    close_all(each.result(TIMEOUT) for each in others)
+    next_ones = [processes.open(me, "a group") for me in (1, 2) if again]
+    wait_until(lambda: not again or all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
     assert not opening.done()
     held_up.may_look.set()
     close_all([opening.result(TIMEOUT)])
-
-
-def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
-    """A process that looks only afterwards meets them for the group that they have closed, and not for the next one."""
-    first, *others = [processes.open(me, "a group") for me in range(3)]
-    assert held_up.all_agree.wait(TIMEOUT)
-    for each in others:
-        each.result(TIMEOUT).close()
-    next_ones = [processes.open(me, "a group") for me in (1, 2)]
-    wait_until(lambda: all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
-    held_up.may_look.set()
-    first.result(TIMEOUT).close()
-    assert not any(opening.done() for opening in next_ones)
-    close_all(opening.result(TIMEOUT) for opening in [processes.open(0, "a group"), *next_ones])
+    assert not any(each.done() for each in next_ones)
+    if again:
+        close_all(each.result(TIMEOUT) for each in [processes.open(0, "a group"), *next_ones])
 
 
 def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
