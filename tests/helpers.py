@@ -293,6 +293,14 @@ def bits(results: Any) -> list[bytes]:
     return [of_array(x) for x in jax.tree.leaves(results)]
 
 
+def assert_same_bits_again(program: Callable[..., Any], operands: Any, times: int) -> Any:
+    """The results of a program, which gives the same ones so many times more."""
+    first = fetch(program(*operands))
+    for run in range(times):
+        assert bits(fetch(program(*operands))) == bits(first), f"run {run + 2} differs"
+    return first
+
+
 def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: str = "xla") -> None:
     """Rows [..., H] that went through float8, and the oracle's.
 

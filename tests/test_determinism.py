@@ -32,10 +32,8 @@ def test_a_hundred_runs_give_the_same_bits(
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
     case = helpers.draw_case(rng, size, 16, 8, EXPERTS, 32)
-    first = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))
-    for run in range(99 if implementation == "ffi" else 9):
-        again = helpers.bits(helpers.fetch(program(case.tokens, case.weights, case.ids)))
-        assert again == first, f"run {run + 2} differs"
+    operands, times = (case.tokens, case.weights, case.ids), 99 if implementation == "ffi" else 9
+    helpers.assert_same_bits_again(program, operands, times)
 
 
 def test_many_independent_ops_in_one_program(

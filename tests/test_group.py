@@ -49,23 +49,19 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
         Group(helpers.mesh_of(ep=1), "ep", **options)
 
 
-def test_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variable", "given", "timeout"), [(None, None, 300), ("12.5", None, 12.5), ("12.5", 3, 3)])
+def test_default_timeout(variable: Any, given: Any, timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_EP_TIMEOUT", raising=False)
-    with Group(helpers.mesh_of(ep=1), "ep") as group:
-        assert group.timeout == 300
-    monkeypatch.setenv("JAX_EP_TIMEOUT", "12.5")
-    with Group(helpers.mesh_of(ep=1), "ep") as group:
-        assert group.timeout == 12.5
-    with Group(helpers.mesh_of(ep=1), "ep", timeout=3) as group:
-        assert group.timeout == 3
+    if variable:
+        monkeypatch.setenv("JAX_EP_TIMEOUT", variable)
+    with Group(helpers.mesh_of(ep=1), "ep", timeout=given) as group:
+        assert group.timeout == timeout
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan"])
 def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_EP_TIMEOUT", value)
-    with pytest.raises(
-        ValueError, match=rf"^Group: JAX_EP_TIMEOUT must be a positive number of seconds, got '{value}'"
-    ):
+    with pytest.raises(ValueError, match=f"^Group: JAX_EP_TIMEOUT must be a positive number of seconds, got '{value}'"):
         Group(helpers.mesh_of(ep=1), "ep")
 
 
