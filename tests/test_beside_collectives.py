@@ -22,20 +22,20 @@ pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture
-def pair(groups: int, open_group: OpenGroup) -> list[Group]:
+def pair(groups: int, open_group: OpenGroup) -> tuple[Group, Group]:
     """Two groups over one mesh, or one group twice."""
     opened = [open_group(SIZE, timeout=60.0) for _ in range(groups)]
-    return [opened[0], opened[-1]]
+    return opened[0], opened[-1]
 
 
 @pytest.mark.parametrize(("groups", "check_vma"), [(1, True), (2, True), (2, False)])
-def test_in_one_program(pair: list[Group], check_vma: bool, rng: np.random.Generator) -> None:
+def test_in_one_program(pair: tuple[Group, Group], check_vma: bool, rng: np.random.Generator) -> None:
     options = {"collectives": True, "in_turn": False, "check_vma": check_vma}
     mixed_cases.run(*pair, mixed_cases.draw(rng, SIZE, 8 * SIZE), turns=TURNS, look=LOOK, **options)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_scan_and_remat(pair: list[Group], rng: np.random.Generator) -> None:
+def test_scan_and_remat(pair: tuple[Group, Group], rng: np.random.Generator) -> None:
     """The gradient of a chain of exchanges and of XLA's collectives, whose forward pass runs twice."""
     turns, drawn, (one, other) = 3, mixed_cases.draw(rng, SIZE, 8), pair
     scale = (drawn.weights * (1 + drawn.ids % 3)).sum(-1, keepdims=True)

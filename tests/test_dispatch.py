@@ -86,7 +86,8 @@ def test_a_search_for_nan_finds_none(
 
 def float8_rows(group: Group, **options: Any) -> Any:
     def rows_of(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8_rows", **options)
+        wire: dict[str, Any] = {"wire": "float8_rows"}
+        return helpers.expanded(dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **wire, **options))
 
     return helpers.per_rank(rows_of, group.mesh)
 
@@ -97,7 +98,9 @@ def float8_rows(group: Group, **options: Any) -> Any:
     ("tokens", "hidden"), [*((6, hidden) for hidden in (128, 384, 512, 2048, 5120)), (helpers.LATE_TOKENS, 256)]
 )
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+@pytest.mark.parametrize("expand", [True, False])
 def test_float8_rows(
+    expand: bool,
     tokens: int,
     hidden: int,
     dtype: np.dtype,
@@ -108,7 +111,7 @@ def test_float8_rows(
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
     case.ids[:, 2, 1:] = -1
-    program = float8_rows(open_group(4), implementation=implementation, alignment=4)
+    program = float8_rows(open_group(4), implementation=implementation, alignment=4, expand=expand)
     dispatched = helpers.fetch(program(*case))
     values, scales = np.asarray(dispatched.rows.values), dispatched.rows.scales
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)
