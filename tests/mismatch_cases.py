@@ -1,4 +1,4 @@
-"""Ranks that call the ops differently: in the processes of `processes_worker.py`, and in `test_mismatch.py`."""
+"""Ranks that call the ops differently: in the processes of `processes_worker.py` and `nodes_worker.py`."""
 
 import contextlib
 from collections.abc import Callable

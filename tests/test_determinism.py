@@ -1,5 +1,7 @@
 """Every run gives equal bits, and nothing hangs however many ops are in flight at once."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import helpers
@@ -9,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
+from mismatch_cases import dispatched, exchanged, reduced
 
 from jax_ep import Implementation
 
@@ -64,3 +67,22 @@ def test_many_independent_ops_in_one_program(
         combined, sums = helpers.fetch(program(*case))
         np.testing.assert_array_equal(combined, one[:, None] * factors)
         np.testing.assert_array_equal(sums, np.broadcast_to(case.tokens.sum(axis=0) * factors[::4], sums.shape))
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="two threads put their ops on GPUs in no order")
+def test_threads_that_run_different_ops(open_group: OpenGroup) -> None:
+    """On a CPU their calls are told apart, and run in one order on all ranks: neither disturbs the other."""
+    group, x = open_group(4), np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
+    ops = {"dispatch": dispatched, "sparse_all_reduce": reduced, "ragged_all_to_all": exchanged}
+    programs = {name: helpers.per_rank(partial(op, group), group.mesh) for name, op in ops.items()}
+    wanted = {name: helpers.fetch(program(x)) for name, program in programs.items()}
+
+    def repeat(name: str) -> list[np.ndarray]:
+        return [helpers.fetch(programs[name](x)) for _ in range(20)]
+
+    with ThreadPoolExecutor(len(ops)) as threads:
+        for name, found in zip(ops, threads.map(repeat, ops), strict=True):
+            for each in found:
+                np.testing.assert_array_equal(each, wanted[name], name)
+    group.check()
