@@ -82,27 +82,6 @@ def test_a_call_that_does_not_fit_says_what(
     group.check()
 
 
-def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
-    """Places and bounds that no union gives are protocol/sparse_bounds_test.cc's."""
-    union = {"entries": 4, "num_rows": 100, "capacity": 4}
-    types, group = types_of("sparse_union", sharded=False, **union), open_group(RANKS)
-
-    def body(ids: jax.Array, missing: jax.Array) -> dict[str, jax.Array]:
-        call = jax.ffi.ffi_call("jax_ep_sparse_union", [vary.result_type(tuple(s), t, ids) for _, t, s in types])
-        sizes = {name: np.int64(size) for name, size in (union | {"group": helpers.native(group).id}).items()}
-        return dict(
-            zip((name for name, *_ in types), call(ids, missing, sharded=False, **sizes, **RELEASE), strict=True)
-        )
-
-    ids = np.array([[3, -(2**31), 2**31 - 1, 100]] * RANKS, np.int32)
-    found = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, np.zeros((RANKS, 2), np.int32)))
-    for rank in range(RANKS):
-        np.testing.assert_array_equal(found["indices"][rank], [3, 100, 100, 100])
-        np.testing.assert_array_equal(found["places"][rank], [[0, 1, 1, 1]] * RANKS)
-        np.testing.assert_array_equal(found["bounds"][rank], [0, 1, 1])
-    group.check()
-
-
 def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> None:
     sizes = {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 16}
     group = open_group(RANKS)

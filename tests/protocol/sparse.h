@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <map>
 #include <random>
@@ -28,10 +29,11 @@ struct SparseRank {
       std::vector<char>(landing_bytes(kRanks, kPlaces, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
-  // One id or two are often drawn, so that their runs are long.
+  // One id or two are often drawn, so that their runs are long; some name no row.
   void draw(std::mt19937& random) {
     const int often = 1 + random() % 2;
-    for (int32_t& id : ids) id = random() % 3 ? random() % (kTableRows + 1) : random() % often * 77;
+    for (int32_t& id : ids) id = random() % 3 ? random() % kTableRows : random() % often * 77;
+    for (const int32_t odd : {INT_MIN, -1, kTableRows, INT_MAX}) ids[random() % kEntries] = odd;
     for (float& x : values) x = static_cast<float>(random() % 64);
   }
 
@@ -73,7 +75,7 @@ inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
   std::map<int, float> first_values;  // of each row: the sum of the first value of its entries
   for (const SparseRank& rank : ranks)
     for (int i = 0; i < kEntries; ++i)
-      if (rank.ids[i] < kTableRows) first_values[rank.ids[i]] += rank.values[i * kWidth];
+      if (rank.ids[i] >= 0 && rank.ids[i] < kTableRows) first_values[rank.ids[i]] += rank.values[i * kWidth];
   for (int r = 0; r < kRanks; ++r) {
     const int begin = sharded ? r * kTableRows / kRanks : 0;
     const int end = sharded ? (r + 1) * kTableRows / kRanks : kTableRows;
