@@ -47,10 +47,9 @@ from .tables import heading, row
 OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
 CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
-FLOAT8, DGRAD = "jax_ep, float8", "jax_ep, float8_dgrad"
-PRECISIONS = {FLOAT8: "float8", DGRAD: "float8_dgrad"}
+FLOAT8 = "jax_ep, float8"
 DISPATCH, COMBINE, PRODUCTS, FLOAT8_PRODUCTS = "dispatch", "combine", "products", "products, float8"
-LAYERS = (OURS, ROUNDED, FLOAT8, DGRAD, CHAIN, PADDED)
+LAYERS = (OURS, ROUNDED, FLOAT8, CHAIN, PADDED)
 PARTS = (DISPATCH, COMBINE, PRODUCTS, FLOAT8_PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
@@ -179,7 +178,7 @@ def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh:
         a, b = (x.astype(jnp.float32).ravel() for x in (a, b))
         return (jnp.linalg.norm(a - b, order) / jnp.linalg.norm(b, order))[None]
 
-    allowed = {PADDED: (jnp.inf, 16 * float(jnp.finfo(dtype).eps)), FLOAT8: (2, 0.1), DGRAD: (2, 0.1)}
+    allowed = {PADDED: (jnp.inf, 16 * float(jnp.finfo(dtype).eps)), FLOAT8: (2, 0.1)}
     for name, result in zip(layers, results, strict=True):
         order, most = allowed.get(name, (jnp.inf, 0))
         found = float(np.max(on_ranks(partial(error, order), mesh)(result, results[0])))
@@ -205,9 +204,8 @@ def loops_of_layers(
     wide, own = (ids, weights, *matrices), [name for name in layers if name != PADDED]
     loops: dict[Pass, Loop] = {(PADDED, FORWARD): CarryingLoop(layers[PADDED], wide, tokens, calls[FORWARD])}
     for name in own:
-        if name != DGRAD:  # whose forward pass is FLOAT8's
-            of_it = (ids, weights, *narrow) if name in PRECISIONS else wide
-            loops[name, FORWARD] = Loop(layers[name], of_it, tokens, calls[FORWARD])
+        of_it = (ids, weights, *narrow) if name == FLOAT8 else wide
+        loops[name, FORWARD] = Loop(layers[name], of_it, tokens, calls[FORWARD])
     for name in own if quick else [*own, PADDED]:  # PADDED's gradients are too large for CarryingLoop
         loops[name, STEP] = Loop(training_step(layers[name]), wide, tokens, calls[STEP])
     return loops
@@ -256,7 +254,7 @@ def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -
     narrow: tuple[Any, ...] = ()
     if options.float8:
         narrow = quantized(matrices, mesh)
-        layers |= {name: ours(group, room, precision) for name, precision in PRECISIONS.items()}
+        layers[FLOAT8] = ours(group, room, "float8")
     check_alike(layers, operands, mesh, shape.dtype)
 
     forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))

@@ -32,7 +32,7 @@ class Config:
     balance_weight: float = 0.01
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
-    precision: Literal["float8", "float8_dgrad"] | None = None  # in which tokens travel to experts, and are multiplied
+    precision: Literal["float8"] | None = None  # in which tokens travel to experts, and are multiplied
     multiple: int | None = None  # to which the rows of each expert are rounded, over all devices
 
 

@@ -2,8 +2,10 @@
 
 from pallas_kernels import (
     ACTIVATIONS as ACTIVATIONS,
+    BLOCK as BLOCK,
     ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
     quantize_matrices as quantize_matrices,
+    quantized as quantized,
 )

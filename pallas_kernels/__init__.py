@@ -6,4 +6,4 @@ from .grouped_matmul import (
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )
-from .quantize import quantize_matrices as quantize_matrices
+from .quantize import BLOCK as BLOCK, quantize_matrices as quantize_matrices, quantized as quantized

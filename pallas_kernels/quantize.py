@@ -1,6 +1,10 @@
-"""Matrices in float8, with a scale for each 128 x 128 values. The GPU must convert to float8 (from sm_89)."""
+"""Values in float8 with a scale per block, and matrices with a scale per 128 x 128 values.
 
-from functools import partial
+The scale makes the largest magnitude of a block 448, the format's maximum (as in DeepSeek-V3's training and in
+DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
+The kernel needs a GPU that converts to float8 (from sm_89).
+"""
+
 from typing import Any
 
 import jax
@@ -8,69 +12,60 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .varying import result_type, vary_alike
+from .varying import result_type
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
 
 
-def quantize_matrices(
-    *matrices: jax.Array, transpose: bool = True, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Each value over the scale of its block; the scale makes the block's largest magnitude 448.
-
-    A program reads a block once. A block of zeros has the scale 1. One with a NaN or an infinity becomes NaN.
+def quantize_matrices(matrices: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """The transposed matrices in float8. A program reads a block of 128 x 128 values once.
 
     Args:
-      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128. Several of one shape are taken side
-        by side, as one [G, K, N + N + ...].
-      transpose: the results are of the transposed matrices.
+      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128.
       interpret: run without a GPU.
 
     Returns:
-      [G, N, K] uint8, the bits of float8_e4m3fn, and [G, N / 128, K / 128] float32, the scales; with transpose=False
-      [G, K, N] and [G, K / 128, N / 128].
+      [G, N, K] uint8, the bits of float8_e4m3fn, and [G, N / 128, K / 128] float32, the scales.
     """
-    groups, k, n = matrices[0].shape
-    rows, columns = k // BLOCK, n // BLOCK  # blocks of each matrix
-    shape = (len(matrices) * columns, rows) if transpose else (rows, len(matrices) * columns)
-
-    def operand(i: int) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, BLOCK, BLOCK), lambda column, row, g: (g, row, jnp.clip(column - i * columns, 0, columns - 1))
-        )
+    groups, k, n = matrices.shape
+    blocks = (n // BLOCK, k // BLOCK)
 
     def result(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *block), lambda column, row, g: (g, column, row) if transpose else (g, row, column))
+        return pl.BlockSpec((None, *block), lambda column, row, g: (g, column, row))
 
-    matrices = vary_alike(*matrices)
     return pl.pallas_call(
-        partial(_quantize_block, columns=columns, transpose=transpose),
+        _quantize_block,
         out_shape=(
-            result_type((groups, *(BLOCK * blocks for blocks in shape)), jnp.uint8, matrices[0]),
-            result_type((groups, *shape), jnp.float32, matrices[0]),
+            result_type((groups, n, k), jnp.uint8, matrices),
+            result_type((groups, *blocks), jnp.float32, matrices),
         ),
-        grid=(len(matrices) * columns, rows, groups),
-        in_specs=[operand(i) for i in range(len(matrices))],
+        grid=(*blocks, groups),
+        in_specs=[pl.BlockSpec((None, BLOCK, BLOCK), lambda column, row, g: (g, row, column))],
         out_specs=(result(BLOCK, BLOCK), result(1, 1)),
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret,
-    )(*matrices)
+    )(matrices)
 
 
-def _quantize_block(*refs: Any, columns: int, transpose: bool) -> None:
-    *matrices, bits, scale = refs
-    for i, matrix in enumerate(matrices):
-        pl.when(pl.program_id(0) // columns == i)(partial(_quantize, matrix, bits, scale, transpose))
+def _quantize_block(matrix: Any, bits: Any, scale: Any) -> None:
+    rounded, scale_of_block = quantized(matrix[...])
+    bits[...] = rounded.T
+    scale[...] = scale_of_block[None, None]
 
 
-def _quantize(matrix: Any, bits: Any, scale: Any, transpose: bool) -> None:
-    values = matrix[...].astype(jnp.float32)
-    # Magnitudes have the order of their bits, and NaN the largest.
-    magnitudes = jax.lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
-    largest = jax.lax.bitcast_convert_type(jnp.max(magnitudes), jnp.float32)
+def quantized(blocks: jax.Array, axes: tuple[int, ...] | None = None) -> tuple[jax.Array, jax.Array]:
+    """The bits of the values in float8, and the scales of the blocks. Plain JAX, also for use outside of kernels.
+
+    Args:
+      axes: the axes of a block, which have size 1 in the scales. None: all is one block, whose scale is a scalar.
+    """
+    blocks = blocks.astype(jnp.float32)
+    # The maximum of the bits: magnitudes have the order of their bits, and NaN the largest. XLA's CPU maximum of floats
+    # drops NaN in large arrays.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
+    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=axes is not None), jnp.float32)
     inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
-    rounded = jax.lax.bitcast_convert_type((values * inverse).astype(jnp.float8_e4m3fn), jnp.uint8)
-    bits[...] = rounded.T if transpose else rounded
-    divisor = jnp.where(largest < 0, largest, LARGEST)  # a compiler may multiply by the rounded inverse of a constant
-    scale[...] = jnp.where(largest == 0, 1.0, largest / divisor)[None, None]
+    rounded = jax.lax.bitcast_convert_type((blocks * inverse).astype(jnp.float8_e4m3fn), jnp.uint8)
+    divisor = jnp.where(largest < 0, largest, LARGEST)  # a compiler would multiply by the rounded inverse of a constant
+    return rounded, jnp.where(largest == 0, 1.0, largest / divisor)

@@ -84,7 +84,6 @@ LAYER = ROUTED | {
         "float8": {"precision": "float8"},
         "matrices": {"precision": "float8", "frozen": ("gate", "up", "down")},
         "one matrix": {"precision": "float8", "frozen": ("down",)},
-        "float8 dgrad": {"precision": "float8_dgrad", "frozen": ("up",)},
     },
     "shared": {"yes": {"shared": True}, "gelu, biased, in one": {"shared": "gelu"}},
     "weigh_inputs": {"yes": {"weigh_inputs": True}},
@@ -101,8 +100,7 @@ LAYER = ROUTED | {
     "several": {
         "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
         "float8, one matrix, biased": {"precision": "float8", "matrices": "one", "biased": (0, 1, 2)},
-        "float8 dgrad, one matrix, biased": {"precision": "float8_dgrad", "matrices": "one", "biased": (0, 1, 2)},
-        "float8 dgrad over nodes": {"precision": "float8_dgrad", "matrices": "two", "nodes": NodeOptions()},
+        "float8 products over nodes": {"precision": "float8", "matrices": "two", "nodes": NodeOptions()},
         "float8, gated": {"precision": "float8", "activation": Gated(bounded)},
         "shared, two matrices": {"shared": True, "matrices": "two", "activation": "relu"},
         "two matrices, biased": {"matrices": "two", "activation": squared, "biased": (1, 2)},
@@ -112,7 +110,7 @@ LAYER = ROUTED | {
 }
 BY_XLA: Form = {"implementation": "xla"}
 ALSO_BY_XLA = (
-    *("capacity drop", "wire float8", "nodes capacity", "rows float8", "precision float8", "precision float8 dgrad"),
+    *("capacity drop", "wire float8", "nodes capacity", "rows float8", "precision float8"),
     *("several one matrix, biased, gated", "several shared, two matrices"),
 )
 TOO_FEW_ROWS: Form = {"capacity": 2}

@@ -17,7 +17,6 @@ from conftest import OpenGroup
 from jax_ep import float8, lax
 from jax_ep._kit import gemm
 from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
-from jax_ep.ops.matmul import straight_through
 
 BLOCK = 128
 BFLOAT16 = helpers.DTYPES[0]
@@ -205,27 +204,6 @@ def test_products_of_a_batch(rng: np.random.Generator) -> None:
     found = helpers.fetch(jax.jit(product)(lhs, drawn[0][1], jnp.array(case.sizes)))
     for each, (rows, _) in zip(found, drawn, strict=True):
         assert_product(each, *multiplied(case, rows, drawn[0][1]))
-
-
-def test_gradient_of_rows(rng: np.random.Generator) -> None:
-    """Of two products in one, of matrices that are quantized, or not yet."""
-    case = PRODUCTS[1]._replace(n=256)
-    rows, matrices = (case.rows, case.k), (len(case.sizes), case.n, case.k)
-    both = [rng.standard_normal(shape).astype(np.float32) for shape in (rows, rows, matrices, matrices)]
-
-    def gradient(c: jax.Array, d: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        cotangents, weights = (quantize_rows(c), quantize_rows(d)), (gate, quantize_weights(up))
-        return straight_through.lhs_gradient(cotangents, weights, jnp.array(case.sizes), np.float32)
-
-    found = helpers.fetch(jax.jit(gradient)(*both))
-    expected, magnitude = np.zeros(found.shape), np.zeros(found.shape)
-    starts = np.minimum([0, *np.cumsum(case.sizes)], case.rows)
-    for left, right in ((both[0], both[2]), (both[1], both[3])):
-        kept, weights = rounded_rows(left)[0].astype(float), rounded_weights(right).astype(float).swapaxes(1, 2)
-        for group, (i, j) in enumerate(itertools.pairwise(starts)):
-            expected[i:j] += kept[i:j] @ weights[group]
-            magnitude[i:j] += np.abs(kept[i:j]) @ np.abs(weights[group])
-    assert_product(found, expected, magnitude, spread=0)
 
 
 def test_products_have_no_gradient(rng: np.random.Generator) -> None:

@@ -7,9 +7,6 @@ largest number is 240, so the 448 of each block would become NaN. JAX leaves int
 Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8
 and back, and with them the rounding.
 
-The scale makes the largest magnitude of a block 448, the format's maximum (as in DeepSeek-V3's training and in
-DeepGEMM). A block of zeros has the scale 1. A block with a NaN or an infinity becomes NaN as a whole.
-
 On GPUs XLA divides to within 2 units in the last place. So scales may differ from the kernels' scales by 2 units, and a
 value near the middle of two float8 values may be rounded to the other one.
 """
@@ -22,9 +19,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks
+from jax_ep.pallas_kernels import BLOCK as BLOCK, quantized
 
-BLOCK = 128  # ffi/comm/float8.h: values of a row, rows of a matrix, and its columns
-LARGEST = 448.0
 BITS = np.dtype(np.uint8)
 
 
@@ -85,8 +81,8 @@ Float8 = Float8Rows | Float8Weights  # isinstance(x, Float8): whether it is in f
 
 def quantize_rows(rows: jax.Array) -> Float8Rows:
     """[..., H], H a multiple of 128."""
-    blocks = rows.astype(jnp.float32).reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
-    bits, scales = _quantized(blocks, axes=(-1,))
+    blocks = rows.reshape(*rows.shape[:-1], rows.shape[-1] // BLOCK, BLOCK)
+    bits, scales = quantized(blocks, axes=(-1,))
     return Float8Rows(bits.reshape(rows.shape), scales.reshape(blocks.shape[:-1]))
 
 
@@ -113,8 +109,8 @@ def dequantize_rows(rows: Float8Rows, dtype: DTypeLike) -> jax.Array:
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """[..., K, N], both multiples of 128."""
     transposed = weights.swapaxes(-1, -2)
-    blocks = _in_blocks(transposed.astype(jnp.float32))
-    bits, scales = _quantized(blocks, axes=(-3, -1))
+    blocks = _in_blocks(transposed)
+    bits, scales = quantized(blocks, axes=(-3, -1))
     return Float8Weights(bits.reshape(transposed.shape), scales.reshape(*blocks.shape[:-3], blocks.shape[-2]))
 
 
@@ -138,15 +134,3 @@ def _in_blocks(weights: jax.Array) -> jax.Array:
     """[..., N, K] -> [..., N / 128, 128, K / 128, 128]."""
     *others, n, k = weights.shape
     return weights.reshape(*others, n // BLOCK, BLOCK, k // BLOCK, BLOCK)
-
-
-def _quantized(blocks: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """The bits of the values, and the scales, in which `axes`, the axes of a block, have size 1."""
-    # The maximum of the bits: magnitudes have the order of their bits, and NaN the largest. XLA's CPU maximum of floats
-    # drops NaN in large arrays.
-    bits = jax.lax.bitcast_convert_type(jnp.abs(blocks), jnp.int32)
-    largest = jax.lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=True), jnp.float32)
-    inverse = jnp.where(largest == 0, 1.0, jnp.minimum(LARGEST / largest, jnp.finfo(jnp.float32).max))
-    divisor = jnp.where(largest < 0, largest, LARGEST)  # XLA would multiply by the rounded inverse of a constant
-    rounded = jax.lax.bitcast_convert_type((blocks * inverse).astype(jnp.float8_e4m3fn), BITS)
-    return rounded, jnp.where(largest == 0, 1.0, largest / divisor)

@@ -122,7 +122,7 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
 
 def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: Any) -> bool:
     """Whether the products of routed rows have operands in float8."""
-    checks.check_one_of(op, "precision", precision, Literal[None, "float8", "float8_dgrad"])
+    checks.check_one_of(op, "precision", precision, Literal[None, "float8"])
     checks.check_one_of(op, "wire", wire, Literal[None, "float8"])
     if product is not None:
         if not callable(product):

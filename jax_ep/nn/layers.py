@@ -26,7 +26,7 @@ def moe_mlp(
     group: Group,
     capacity: int | float | None = None,
     wire: Literal["float8"] | None = None,
-    precision: Literal["float8", "float8_dgrad"] | None = None,
+    precision: Literal["float8"] | None = None,
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
     shared_experts: Experts | None = None,
@@ -50,11 +50,9 @@ def moe_mlp(
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.
       capacity, wire, on_overflow, nodes: as for `jax_ep.dispatch`; there is no wire="float8_rows" here.
-      precision: None, "float8" or "float8_dgrad"; see the table. Both need H and F to be multiples of 128. "float8"
-        quantizes the operands of the products of routed rows (`jax_ep.float8`). "float8_dgrad" also computes cotangents
-        of rows in float8, in blocks of 128 values (as DeepSeek-V3, 2024). Cotangents then travel to the experts in
-        float8, except between nodes, with `weigh_inputs` and by "xla". Gradients of matrices are products in the dtype
-        of `tokens`.
+      precision: None or "float8"; see the table. "float8" quantizes the operands of the products of routed rows in the
+        forward pass (`jax_ep.float8`), and needs H and F to be multiples of 128. Products of the backward pass are in
+        the dtype of `tokens`.
       shared_experts: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S],
         [S], [H] in the dtype of `tokens`, the same on all ranks. Concatenate several along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
@@ -71,8 +69,8 @@ def moe_mlp(
     |---|---|---|---|---|---|
     | None | None | in the dtype of `tokens` | in that dtype | arrays | yes |
     | None | "float8" | in float8 | in the dtype of `tokens` | arrays | yes |
-    | "float8..." | either | in float8 | in float8 | arrays, quantized in every call | yes |
-    | "float8..." | either | in float8 | in float8 | `Float8Weights` | no |
+    | "float8" | either | in float8 | in float8 | arrays, quantized in every call | yes |
+    | "float8" | either | in float8 | in float8 | `Float8Weights` | no |
 
     Gradients pass straight through the rounding. Rows come back, and shared experts are computed, in the dtype of
     `tokens`.
@@ -110,7 +108,7 @@ def moe_mlp(
     )
     varying = vary.vary_alike(group.axis_name, *operands, experts)
     product = None if product is None else layer_checks.checked_product(op, product)
-    call = ExpertsCall(dispatch_call, unit, in_float8, precision == "float8_dgrad", weigh_inputs, product)
+    call = ExpertsCall(dispatch_call, unit, in_float8, weigh_inputs, product)
     out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, *varying)
     if shared_experts is None:
         return out, stats

@@ -96,10 +96,10 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  bool may_push = op.may_push();
+  uint64_t asked = op.ask_abort();
   const auto checked = [&](int token) -> const char* {
-    if (!may_push) return nullptr;
-    may_push = op.may_push();  // for the next row; the load is hidden by the move of this row
+    if (op.take_abort(asked)) return nullptr;
+    asked = op.ask_abort();  // for the next row; the load is hidden by the move of this row
     return source(token);
   };
   int stolen = -1;
@@ -127,12 +127,13 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
   const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
-  uint64_t raised = op.ask_abort();
+  uint64_t asked = op.ask_abort();
+  bool raised;
   int token = items.next(), mine = ask(token);
-  while (!raised) {
+  while (!(raised = op.take_abort(asked))) {
     const bool more = token >= 0;
     const int next = more ? items.next() : -1, nexts = ask(next);
-    raised = op.ask_abort();
+    asked = op.ask_abort();
     begin(token, [&](int k) { return k == op.coop.lane || op.coop.lane >= top_k ? mine : sink.packed(token, k); });
     announcer.begun(token, writer);
     if (!more) break;

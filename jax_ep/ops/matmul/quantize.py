@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep import pallas_kernels
-from jax_ep._kit import checks, float8, gemm, vary
+from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 
@@ -64,33 +64,27 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     raise TypeError(f"{op}: {name} must be Float8Rows or Float8Weights, got {checks.describe(quantized)}")
 
 
-def quantized_weights(*weights: jax.Array | Float8Weights, transpose: bool = False) -> Float8Weights:
-    """Checked matrices side by side, [..., K, N + N + ...], in float8: quantized, unless they are already.
+def quantized_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
+    """Checked matrices [..., K, N] in float8: quantized, unless they are already.
 
     For other families, too. On Hopper a kernel reads each matrix once. XLA reads it twice, and transposes slowly.
-
-    Args:
-      transpose: return the transposed matrix, [..., N + N + ..., K].
     """
+    if isinstance(weights, Float8Weights):
+        return weights
+    return _quantized_on_hopper(weights) if gemm.has_gemm() and weights.size else float8.quantize_weights(weights)
 
-    def by_xla(*weights: jax.Array | Float8Weights) -> Float8Weights:
-        each = [x if isinstance(x, Float8Weights) else float8.quantize_weights(x) for x in weights]
-        side_by_side = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-2), *each)
-        return jax.tree.map(lambda x: x.swapaxes(-1, -2), side_by_side) if transpose else side_by_side
 
-    def by_kernel(*weights: jax.Array) -> Float8Weights:
-        groups, matrix = weights[0].shape[:-2], weights[0].shape[-2:]
-        found = pallas_kernels.quantize_matrices(*(x.reshape(-1, *matrix) for x in weights), transpose=not transpose)
+@jax.custom_jvp
+def _quantized_on_hopper(weights: jax.Array) -> Float8Weights:
+    def by_kernel(weights: jax.Array) -> Float8Weights:
+        groups = weights.shape[:-2]
+        found = pallas_kernels.quantize_matrices(weights.reshape(-1, *weights.shape[-2:]))
         return Float8Weights(*(x.reshape(*groups, *x.shape[1:]) for x in found))
 
-    @jax.custom_jvp
-    def on_hopper(*weights: jax.Array) -> Float8Weights:
-        return jax.lax.platform_dependent(*weights, cuda=by_kernel, default=by_xla)
+    return jax.lax.platform_dependent(weights, cuda=by_kernel, default=float8.quantize_weights)
 
-    on_hopper.defjvp(partial(jax.jvp, by_xla))
-    if not gemm.has_gemm() or not all(isinstance(x, jax.Array) and x.size for x in weights):
-        return by_xla(*weights)
-    return on_hopper(*vary.vary_alike(None, *weights))
+
+_quantized_on_hopper.defjvp(partial(jax.jvp, float8.quantize_weights))
 
 
 def check_rows(op: str, name: str, rows: Float8Rows) -> None:

@@ -4,11 +4,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, float8
+from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api
@@ -61,7 +60,7 @@ def ragged_dot(
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return straight_through_product(dtype, False, lhs, frozen(op, "rhs", rhs), groups)
+    return straight_through_product(dtype, lhs, frozen(op, "rhs", rhs), groups)
 
 
 def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
@@ -74,20 +73,16 @@ def _check_mixed(op: str, lhs: Any, rhs: Any) -> None:
     check_blocks(op, "rhs", shape[1:])
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def straight_through_product(
-    dtype: np.dtype, float8_dgrad: bool, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
+    dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
-    """`ragged_dot` of checked operands. For other families, too.
-
-    Args:
-      float8_dgrad: the gradient of `lhs` is a product in float8.
-    """
+    """`ragged_dot` of checked operands. For other families, too."""
     return quantized_product(lhs, rhs, group_sizes, dtype=dtype)
 
 
 @straight_through_product.defjvp
-def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: Any) -> Any:
+def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
     narrow = lhs.dtype
     if isinstance(rhs, Float8Weights):
@@ -102,23 +97,7 @@ def _product_jvp(dtype: np.dtype, float8_dgrad: bool, primals: Any, tangents: An
         lhs, rhs, group_sizes = kept
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
-        if float8_dgrad:
-            return lhs_gradient((float8.quantize_rows(cotangent),), (rhs,), group_sizes, narrow), d_rhs
         return api.lhs_gradient(cotangent, dequantized(rhs, narrow), group_sizes), d_rhs
 
     tangent = linear(forward, backward, (lhs, rhs, group_sizes), (d_lhs, d_rhs))
-    return straight_through_product(dtype, float8_dgrad, *primals), tangent
-
-
-def lhs_gradient(
-    cotangents: tuple[Float8Rows, ...],
-    rhs: tuple[jax.Array | Float8Weights, ...],
-    group_sizes: jax.Array,
-    dtype: DTypeLike,
-) -> jax.Array:
-    """[M, K]: the sum of each cotangent [M, N] times its group's transposed matrix [K, N], by one product in float8.
-
-    For other families, too. It has no gradient.
-    """
-    rows = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *cotangents)
-    return quantized_product(rows, quantized_weights(*rhs, transpose=True), group_sizes, dtype=dtype)
+    return straight_through_product(dtype, *primals), tangent

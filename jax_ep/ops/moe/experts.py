@@ -2,8 +2,7 @@
 
 Forward: dispatch, the products by gate and up, the unit, the product by down, combine. Backward: five products and two
 exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up. The backward pass
-computes the unit again. A matrix in float8 has no gradient. With `float8_dgrad` cotangents travel to the experts in
-float8, and the three products that make cotangents of rows are in float8; gradients of matrices are not.
+computes the unit again. A matrix in float8 has no gradient.
 
 The product by down is not kept. Combine weighs its rows, so the backward pass may apply a row's weight w to either
 factor of each product. Let x be the row's left operand, M the matrix and c the row's cotangent before weighing. Then
@@ -34,7 +33,7 @@ from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import quantized_gated_product, quantized_product
 from jax_ep.ops.matmul.quantize import dequantized, quantize_rows, quantized_weights
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
-from jax_ep.ops.matmul.straight_through import lhs_gradient as float8_lhs_gradient, straight_through_product
+from jax_ep.ops.matmul.straight_through import straight_through_product
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
@@ -56,7 +55,6 @@ class ExpertsCall(NamedTuple):
     dispatch: DispatchCall
     unit: Unit
     in_float8: bool  # products are in float8; operands are quantized unless they are in float8 already
-    float8_dgrad: bool  # products that make cotangents of rows are in float8, too
     weigh_inputs: bool
     product: ProductFunction | None
 
@@ -127,7 +125,7 @@ def plain_answers(
         matmul.ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla"
     )
     if call.in_float8:  # rows were dequantized, and are quantized again
-        multiply = partial(straight_through_product, np.dtype(rows.dtype), call.float8_dgrad)
+        multiply = partial(straight_through_product, np.dtype(rows.dtype))
     if call.weigh_inputs:
         rows = weighed(rows, routing.by_row(routing.weights, 0))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
@@ -278,19 +276,15 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
     rows, sizes, routing, _, experts, _ = kept
     group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
-    d_answers: Any  # not yet weighed
+    d_answers: Rows  # not yet weighed
     if isinstance(rows, GatheredRows):
         d_answers = dataclasses.replace(rows, matrix=d_combined)
-    elif call.float8_dgrad:
-        d_answers = gradients.scatter_in_float8(group, d_combined, routing)
     else:
         d_answers = gradients.scatter(group, d_combined, routing)
     dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
     weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
         call, kept, d_answers, row_weights, dtype
     )
-    if call.float8_dgrad:
-        d_answers = dequantized(d_answers, dtype)
     d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
         d_row_weights, d_down_bias = _down_bias_gradients(
@@ -304,11 +298,8 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
     }
     # The weighed unit is freed before the cotangents of the rows need as much memory.
     d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
-    if call.float8_dgrad:
-        d_rows = float8_lhs_gradient(tuple(map(quantize_rows, d_products)), experts.first_matrices, sizes, dtype)
-    else:
-        matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
-        d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
+    matrices = tuple(dequantized(matrix, dtype) for matrix in experts.first_matrices)
+    d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
@@ -316,20 +307,17 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
 
 
 def _unit_cotangents(
-    call: ExpertsCall, kept: Kept, d_answers: Any, row_weights: jax.Array, dtype: Any
+    call: ExpertsCall, kept: Kept, d_answers: Rows, row_weights: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
-    biases and of the unit's parameters. `d_answers` are `Rows`, or with float8_dgrad `Float8Rows`."""
+    biases and of the unit's parameters."""
     _, sizes, _, products, experts, parameters = kept
 
     def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
         return call.unit(products, biases, sizes, parameters)
 
     inner, pull = jax.vjp(unit, products, split_biases(experts, experts.biases)[0], parameters)
-    if call.float8_dgrad:
-        back = float8_lhs_gradient((d_answers,), (experts.down,), sizes, dtype)
-    else:
-        back = matmul.lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
+    back = matmul.lhs_gradient(d_answers, dequantized(experts.down, dtype), sizes)
     d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
     return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
 

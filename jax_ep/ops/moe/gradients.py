@@ -25,8 +25,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit import float8
-from jax_ep._kit.float8 import Float8Rows
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
@@ -34,12 +32,6 @@ from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunk
 
 scatter = jax.custom_jvp(kernels.scatter, nondiff_argnums=(0,))
 return_rows = jax.custom_jvp(kernels.return_rows, nondiff_argnums=(0,))
-
-
-def scatter_in_float8(group: Group, tokens: jax.Array, routing: Routing) -> Float8Rows:
-    """`scatter` of tokens that travel in float8. It has no gradient."""
-    sent = float8.packed(float8.quantize_rows(tokens))
-    return float8.unpacked(scatter(group, sent, routing), tokens.shape[1])
 
 
 def scatter_all(
