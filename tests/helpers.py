@@ -285,6 +285,11 @@ def wide(x: Any) -> np.ndarray:
     return array if array.dtype.kind in "iub" else array.astype(np.float32)
 
 
+def relative(found: Any, expected: np.ndarray) -> float:
+    """The distance, of the length of what was expected."""
+    return float(np.linalg.norm(wide(found) - expected) / np.linalg.norm(expected))
+
+
 def bits(results: Any) -> list[bytes]:
     def of_array(x: Any) -> bytes:
         is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)

@@ -1,6 +1,5 @@
 """Quantizing to float8, products of float8 operands, and a layer of them, against float64 of the same rounding."""
 
-import itertools
 import re
 from dataclasses import replace
 from functools import partial
@@ -22,19 +21,9 @@ BLOCK = 128
 BFLOAT16 = helpers.DTYPES[0]
 
 
-def rounded_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What float8 keeps of rows [M, H], in float32, and the scale of every value."""
-    return oracle.through_fp8(rows.astype(np.float32))
-
-
-def rounded_weights(weights: np.ndarray) -> np.ndarray:
-    """What float8 keeps of matrices [G, K, N], in float32."""
-    return oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0]
-
-
 def assert_rounded(found: np.ndarray, weights: np.ndarray) -> None:
     """Checks what float8 kept of matrices [G, K, N]: on CPUs to the bit, on GPUs to one value of float8."""
-    expected, allowed = rounded_weights(weights), np.zeros(weights.shape)
+    expected, allowed = oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0], np.zeros(weights.shape)
     if jax.default_backend() != "cpu":
         groups, k, n = weights.shape
         blocks = weights.astype(np.float32).reshape(groups, k // BLOCK, BLOCK, n // BLOCK, BLOCK)
@@ -52,7 +41,7 @@ def test_rows(dtype: np.dtype, rng: np.random.Generator) -> None:
     spoiled = rows.copy()
     spoiled[4, 130], spoiled[5, 7] = np.nan, np.inf
     quantized = helpers.fetch(jax.jit(quantize_rows)(rows))
-    expected, scales = rounded_rows(rows)
+    expected, scales = oracle.through_fp8(rows.astype(np.float32))
     np.testing.assert_allclose(np.repeat(quantized.scales, BLOCK, axis=1), scales, rtol=2.0**-22)
     helpers.assert_rounded_to_float8(quantized.values.astype(np.float32) * scales, expected)
     back = helpers.fetch(jax.jit(lambda x: dequantize(quantize_rows(x), np.float32))(spoiled))
@@ -114,8 +103,8 @@ def multiplied(case: Product, lhs: Float8Rows, rhs: Float8Weights) -> tuple[np.n
     lhs, rhs = helpers.fetch((lhs, rhs))
     left = lhs.values.astype(float) * np.repeat(lhs.scales, BLOCK, axis=1)
     right = rhs.values.astype(float) * np.repeat(np.repeat(rhs.scales, BLOCK, axis=1), BLOCK, axis=2)
-    operands = left, right.swapaxes(1, 2)
-    return oracle.ragged_dot(*operands, case.sizes), oracle.ragged_dot(*map(np.abs, operands), case.sizes)
+    right = right.swapaxes(1, 2)
+    return oracle.ragged_dot(left, right, case.sizes), oracle.ragged_dot(np.abs(left), np.abs(right), case.sizes)
 
 
 def assert_product(found: np.ndarray, expected: np.ndarray, magnitude: np.ndarray, spread: float = 2) -> None:
@@ -218,7 +207,7 @@ def test_products_have_no_gradient(rng: np.random.Generator) -> None:
 
 WEIGHTS = Float8Weights(helpers.zeros((2, 128, 256), np.uint8), helpers.zeros((2, 1, 2)))
 ROWS = Float8Rows(helpers.zeros((4, 256), np.uint8), helpers.zeros((4, 2)))
-PLAIN, SIZES = np.zeros((4, 256), np.float32), np.zeros(2, np.int32)
+PLAIN, SIZES = helpers.zeros((4, 256)), helpers.zeros((2,), np.int32)
 ragged_dot, dot = float8.ragged_dot, float8.dot
 WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (ragged_dot, (PLAIN, np.zeros((2, 256, 64), np.float32), SIZES), ValueError, "rhs must have sizes that are multi"),
@@ -284,13 +273,9 @@ def test_gradients_pass_straight_through(quantized: bool, rng: np.random.Generat
     out, back = jax.vjp(lambda x: float8.ragged_dot(x, given, sizes, preferred_element_type=jnp.float32), lhs)
     exact, exact_back = jax.vjp(lambda x: lax.ragged_dot(x, kept, sizes), lhs)
     assert out.dtype == jnp.float32
-    assert relative(np.asarray(out), np.asarray(exact, np.float64)) < 0.1
+    assert helpers.relative(out, np.asarray(exact)) < 0.1
     (found,), (expected,) = back(cotangent), exact_back(cotangent.astype(BFLOAT16))
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-
-
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(found.astype(float).reshape(-1) - expected.reshape(-1)) / np.linalg.norm(expected))
 
 
 def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:

@@ -11,20 +11,12 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
-from test_lax import ROWS, draw_slices
+from test_lax import ROWS, draw_slices, exchange
 
-from jax_ep import Group, Implementation
+from jax_ep import Implementation
 from jax_ep.lax import ragged_all_to_all
 
 SIZE = 4
-
-
-def exchange(over: Group, implementation: Implementation, **options: Any) -> Any:
-    def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
-        given: dict[str, Any] = {"axis_name": over.axis_name, "implementation": implementation} | options
-        return ragged_all_to_all(operand, output, *slices, **given)
-
-    return body
 
 
 def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray:
