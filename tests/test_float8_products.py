@@ -101,8 +101,8 @@ def draw_product(case: Product, rng: np.random.Generator, spread: float = 2) -> 
 def multiplied(case: Product, lhs: Float8Rows, rhs: Float8Weights) -> tuple[np.ndarray, np.ndarray]:
     """In float64: what the product is of what both operands hold, and the sum of its terms' magnitudes."""
     lhs, rhs = helpers.fetch((lhs, rhs))
-    left = lhs.values.astype(float) * np.repeat(lhs.scales, BLOCK, axis=1)
-    right = rhs.values.astype(float) * np.repeat(np.repeat(rhs.scales, BLOCK, axis=1), BLOCK, axis=2)
+    left = np.asarray(lhs.values, float) * np.repeat(lhs.scales, BLOCK, axis=1)
+    right = np.asarray(rhs.values, float) * np.repeat(np.repeat(rhs.scales, BLOCK, axis=1), BLOCK, axis=2)
     right = right.swapaxes(1, 2)
     return oracle.ragged_dot(left, right, case.sizes), oracle.ragged_dot(np.abs(left), np.abs(right), case.sizes)
 
