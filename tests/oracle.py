@@ -34,7 +34,7 @@ def dispatch(
     tokens: Array, ids: Array, weights: Array, *, num_experts: int, capacity: int, alignment: int = 1, fp8: bool = False
 ) -> Expected:
     size, num_tokens, top_k = ids.shape
-    local = num_experts // size
+    local, sent = num_experts // size, through_fp8(tokens)[0] if fp8 else tokens
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in range(num_experts)]
     out = Expected(
         rows=np.zeros((size, capacity, tokens.shape[2]), tokens.dtype),
@@ -70,8 +70,7 @@ def dispatch(
                     out.dropped[source] += 1
                     continue
                 left[source] -= 1
-                sent = tokens[source, token]
-                out.rows[rank, row] = through_fp8(sent)[0] if fp8 else sent
+                out.rows[rank, row] = sent[source, token]
                 out.targets[source, token, k] = rank * capacity + row
                 out.row_of[rank, source, token, k] = row
                 out.weights[rank, source, token, k] = weights[source, token, k]

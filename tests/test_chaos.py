@@ -7,7 +7,7 @@ import pytest
 from chaos.compare import assert_near
 
 # Of the fuzzer hundreds of routings and of sums of sparse rows, in two rounds of its programs.
-LIMITS = {"fuzz": ("--configurations=1500", "--values=60", "--seconds=20")}
+LIMITS = {"fuzz": ("--configurations=1440", "--values=60", "--seconds=20")}
 
 
 @pytest.mark.parametrize("script", ["fuzz", "faults", "lifecycle"])
