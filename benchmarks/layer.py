@@ -16,17 +16,17 @@ from jax_ep.float8 import quantize_rows, quantize_weights
 from jax_ep.lax import ragged_dot
 
 from . import moe
-from .formulations import AXIS, Formulation, jax_ep_ops
+from .formulations import Formulation, jax_ep_ops
 from .in_jit_loop import (
+    AXIS,
     CarryingLoop,
     Loop,
     Program,
     compile_all,
     compile_loops,
     describe_pause,
-    in_digits,
-    median_microseconds,
     on_ranks,
+    take_turns,
     teraflops,
 )
 from .moe_cases import (
@@ -41,8 +41,7 @@ from .moe_cases import (
     make_inputs,
     make_operands,
 )
-from .provenance import command_line, group_header
-from .tables import heading, row
+from .provenance import command_line, heading, open_group, row
 
 OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
@@ -151,18 +150,19 @@ def products(
     return multiply(rows, gate, sizes), multiply(rows, up, sizes), multiply(inner, down, sizes)
 
 
-def training_step(layer: Layer) -> Callable[..., Any]:
-    """What `layer` returns, and the gradients in all that it takes but ids; the tokens serve as cotangent, too.
+def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
+    """What `layer` returns, and the gradients in all that it takes but ids.
 
     The cotangent waits for the result, as in a model: otherwise XLA may keep what only the forward pass needs.
     """
+    out, backward = jax.vjp(partial(layer, ids), *others)
+    out, cotangent = jax.lax.optimization_barrier((out, cotangent))
+    return out, backward(cotangent)
 
-    def step(ids: jax.Array, *others: jax.Array) -> Any:
-        out, backward = jax.vjp(partial(layer, ids), *others)
-        out, cotangent = jax.lax.optimization_barrier((out, others[-1]))
-        return out, backward(cotangent)
 
-    return step
+def training_step(layer: Layer) -> Callable[..., Any]:
+    """Of what `layer` takes; the tokens serve as cotangent, too."""
+    return lambda ids, *others: step(layer, others[-1], ids, *others)
 
 
 def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
@@ -232,8 +232,8 @@ def loops_of_parts(
         inner, rows = (on_ranks(quantize_rows, mesh)(each) for each in (inner, rows))
         operands = (sizes, *narrow, inner)
         loops[FLOAT8_PRODUCTS, FORWARD] = Loop(partial(products, float8.ragged_dot), operands, rows, calls)
-    alone = moe.our_candidates(shape, room, group, inputs, state)
-    return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
+    alone = moe.our_loops(shape, room, group, inputs, state)
+    return loops | {(op, FORWARD): alone[op] for op in (DISPATCH, COMBINE)}
 
 
 def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -> Result:
@@ -257,9 +257,9 @@ def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -
         layers[FLOAT8] = ours(group, room, "float8")
     check_alike(layers, operands, mesh, shape.dtype)
 
-    forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
-    loops = loops_of_layers(layers, operands, narrow, (forward, step), options.quick)
-    loops |= loops_of_parts(shape, room, group, inputs, matrices, narrow, forward)
+    forward_calls, step_calls = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
+    loops = loops_of_layers(layers, operands, narrow, (forward_calls, step_calls), options.quick)
+    loops |= loops_of_parts(shape, room, group, inputs, matrices, narrow, forward_calls)
     share = 1.0
     if options.round_tokens:
         more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
@@ -267,19 +267,19 @@ def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -
         left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*chosen).expert_ids), shape.experts, group.size)
         share = left.rows / needed.rows
         one = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape)
-        for which, count in ((FORWARD, forward), (STEP, step)):
+        for which, count in ((FORWARD, forward_calls), (STEP, step_calls)):
             op = training_step(one) if which else one
             loops[ROUNDED, which] = Loop(op, (*chosen, *matrices), tokens, count)
-    programs = compile_loops(list(loops.values()), mesh)
-    times = median_microseconds(list(loops.values()), programs, options.repeats, hot=not on_cpu)
+    programs = compile_loops(loops, mesh)
+    times = take_turns(programs, options.repeats, hot=not on_cpu)
     group.check()
-    held = {one: held_bytes(program) for one, program in zip(loops, programs, strict=True) if one[0] in LAYERS}
+    held = {one: held_bytes(program) for one, program in programs.items() if one[0] in LAYERS}
     return Result(
         model,
         routing,
         needed.rows * model.flops_per_row,
         sum(array.nbytes for array in operands) // group.size,
-        dict(zip(loops, times, strict=True)),
+        times,
         held | {(DISPATCH, FORWARD): room * shape.hidden * jnp.dtype(shape.dtype).itemsize},
         share,
     )
@@ -310,7 +310,7 @@ def half(result: Result, name: str, training: bool) -> list[str]:
     if time is None or name in (DISPATCH, COMBINE):
         return ["-" if time is None else f"{time:,.1f}", "-", "-", "-"]
     rate = teraflops(share * result.flops * (3 if training else 1), time)
-    return [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}", in_digits(rate)]
+    return [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}", rate]
 
 
 def mebibytes(count: int | None) -> str:
@@ -339,8 +339,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
 
-    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        print(group_header(group, "layer", *arguments))
+    with open_group(["layer", *arguments]) as group:
         print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print(f"- {'cold, on a CPU' if group.platform == 'cpu' else describe_pause(0)}")
         print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from .moe_cases import Shape
-from .tables import heading, row
+from .provenance import heading, row
 
 FP8_BLOCK = 128  # values that share a float32 scale
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32

@@ -22,12 +22,11 @@ from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime.topology import sum_over_nodes
 
 from .collective_bytes import to_other_nodes
-from .in_jit_loop import Loop, compile_loops, draw, median_microseconds, on_ranks
+from .in_jit_loop import Loop, compile_loops, draw, on_ranks, take_turns
 from .layer import MODELS
 from .moe_cases import SEED, Case, Model, Shape, capacity, load, make_operands
 from .node_model import Exchange, planned, table as model_table
-from .provenance import command_line, header
-from .tables import heading, row
+from .provenance import command_line, header, heading, row
 
 AXES = ("node", "ep")
 V3 = MODELS[0]
@@ -234,10 +233,9 @@ def measure(setup: Setup, top_nodes: int | None) -> Iterator[tuple[str, str]]:
         state = on_ranks(way.dispatch, group.mesh)(*operands[:2], operands[-1])
         counted = count_bytes(way, operands, state)
         made = loops(way, operands, state, setup.calls)
-        timed = [made[name] for name in setup.phases]
-        times = median_microseconds(timed, compile_loops(timed, group.mesh), setup.repeats)
+        times = take_turns(compile_loops({name: made[name] for name in setup.phases}, group.mesh), setup.repeats)
         group.check()
-        in_digits = [f"{time:,.0f}" for time in times]
+        in_digits = [f"{time:,.0f}" for time in times.values()]
         yield bytes_line(way, counted, rows, kind), row(kind, way, way.exchange.room, *in_digits)
 
 

@@ -1,4 +1,4 @@
-"""When, where and with what figures were measured: everything a reader needs to repeat them."""
+"""What a benchmark prints: when, where and with what it measured, and tables in markdown; and how that is kept."""
 
 import argparse
 import contextlib
@@ -12,11 +12,17 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 import jax_ep
+
+from .in_jit_loop import AXIS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = ("XLA_FLAGS", "NCCL_NVLS_ENABLE")  # they change what is measured
@@ -45,8 +51,25 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
     )
 
 
-def group_header(group: jax_ep.Group, *command: str, packages: Sequence[str] = ()) -> str:
-    return header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), command, packages)
+@contextlib.contextmanager
+def open_group(
+    command: Sequence[str], note: str = "", devices: int | None = None, packages: Sequence[str] = ()
+) -> Iterator[jax_ep.Group]:
+    """Of all devices, or of so many; prints the header. Whatever made the group fail is raised at the end."""
+    with jax_ep.Group(Mesh(np.array(jax.devices()[:devices]), (AXIS,)), AXIS) as group:
+        note = note or repr(group._resolve("bench", "auto"))
+        print(header(list(group.mesh.devices.flat), note, command, packages), flush=True)
+        yield group
+        group.check()
+
+
+def heading(columns: str) -> str:
+    """`columns`: their names, between bars."""
+    return f"| {columns} |\n|{'---|' * (columns.count('|') + 1)}"
+
+
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def command_line(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
@@ -57,6 +80,14 @@ def command_line(name: str, description: str | None, quick: str = "") -> argpars
         parser.add_argument("--quick", action="store_true", help=quick)
         parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
     return parser
+
+
+def select(cases: Iterable[Any], options: argparse.Namespace) -> list[Any]:
+    """Those whose name has the text of --shapes; with --quick those that are quick."""
+    chosen = [each for each in cases if options.shapes in str(each) and (each.quick or not options.quick)]
+    if not chosen:
+        raise SystemExit(f"--shapes: no name of a shape has {options.shapes!r}")
+    return chosen
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import jax
 
 import jax_ep
 
-from .in_jit_loop import Loop, compile_loops, median_microseconds
+from .in_jit_loop import Loop, compile_loops, take_turns
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
-from .tables import heading, row
+from .provenance import heading, row
 
 DECODED = (1, 8, 32, 128)
 TOKENS = (*DECODED, 256, 512, 513, 1024, 2048, 8192, 32768)
@@ -70,7 +70,7 @@ def run(group: jax_ep.Group, repeats: int, quick: bool) -> None:
         case = Case(dataclasses.replace(shape, tokens=tokens))
         operands = make_inputs(case.shape, make_ids(case, group.size), mesh)
         calls = FEW_CALLS if on_cpu or tokens > MANY_TOKENS else CALLS
-        loops = [Loop(op, operands, own, calls) for op in each.values()]
-        times = median_microseconds(loops, compile_loops(loops, mesh), repeats)
-        print(row(f"{tokens:,}", *(f"{time:,.1f}" for time in times)), flush=True)
+        loops = {name: Loop(op, operands, own, calls) for name, op in each.items()}
+        times = take_turns(compile_loops(loops, mesh), repeats)
+        print(row(f"{tokens:,}", *(f"{time:,.1f}" for time in times.values())), flush=True)
     group.check()

@@ -19,9 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..in_jit_loop import HEAT_SECONDS, in_digits, teraflops
-from ..provenance import header
-from ..tables import heading, row
+from ..in_jit_loop import HEAT_SECONDS, teraflops
+from ..provenance import header, heading, row
 from .shapes import CHECKED, SHAPES, TINY, draw, expected
 
 OURS = "jax_ep"
@@ -145,7 +144,7 @@ def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
 def cell(quantity: str, name: str, values: list[float]) -> str:
     value, model = statistics.median(values), SHAPES[name]
     flops = PASSES.get(quantity, 0) * model.shape.tokens * model.shape.top_k * model.flops_per_row
-    rate = f" ({in_digits(teraflops(flops, value))})" if flops else ""
+    rate = f" ({teraflops(flops, value)})" if flops else ""
     return f"{value:.1e}" if quantity == "error" else f"{value:,.1f}{rate}"
 
 
