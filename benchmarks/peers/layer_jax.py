@@ -42,7 +42,6 @@ class Layer:
         forward_calls, step_calls = (2 if on_cpu else calls(model, rows, 1, passes) for passes in (1, 3))
         step_of_layer = partial(step, layer)
         loops = {
-            "training forward": Loop(training, first, tokens, forward_calls),
             "forward": Loop(layer, first, tokens, forward_calls),
             "step": Loop(step_of_layer, (cotangent, *first), tokens, step_calls),
         }

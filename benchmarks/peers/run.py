@@ -30,7 +30,7 @@ PACKAGES = {
     "torch_grouped_mm": ("torch",),
     "dense": ("torch",),
 }
-PASSES = {"forward": 1, "training forward": 1, "step": 3}  # products, in those of a forward pass
+PASSES = {"forward": 1, "step": 3}  # products, in those of a forward pass
 TITLES = {quantity: f"{quantity}, us (TFLOP/s)" for quantity in PASSES} | {
     "kept": "kept by a training forward beside operands and output, MiB",
     "peak": "peak of a step beside operands, results included, MiB",
