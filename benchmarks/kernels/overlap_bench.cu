@@ -247,7 +247,7 @@ void check_beside(const Case& c, const Group& group, int communicating) {
   const OverlapConfig config = c.config(group.size(), 128, communicating);
   std::vector<Rank> ranks = make_ranks(c, group.size());
   const auto wanted = run_once(c, group, ranks, config, 0);
-  HeldSms sms(group.size(), /*ns=*/2'000'000'000);
+  HeldSms sms(group.size(), Free::pair, /*ns=*/2'000'000'000);
   const auto found = run_once(c, group, ranks, config, /*late_ns=*/50'000'000);  // when they are held
   const bool held = sms.all_held(), right = found == wanted;
   const auto lost = const_cast<Group&>(group).take_error();
