@@ -15,7 +15,6 @@ from jax_ep.lax import ragged_dot
 from .in_jit_loop import (
     AXIS,
     Loop,
-    add_pause,
     calls_between,
     compile_loops,
     describe_pause,
@@ -161,9 +160,8 @@ def line(case: Case, times: dict[str, float]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("collective_matmul", __doc__, "fewer shapes")
+    parser = command_line("collective_matmul", __doc__, "fewer shapes", products=True)
     parser.add_argument("--devices", type=int, help="how many [all]")
-    add_pause(parser)
     options = parser.parse_args(arguments)
 
     note = "float32, plain loops" if jax.default_backend() == "cpu" else "bfloat16"

@@ -16,7 +16,6 @@ test reports.
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import statistics
 import sys
@@ -232,8 +231,7 @@ def main(arguments: list[str]) -> int:
         )
 
     os.environ.setdefault(FRACTION, "0.5")  # DeepEP's processes need the rest
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    packages = [name for name in ("torch", "nvidia-nvshmem-cu13") if name in installed]
+    packages = ("torch", "nvidia-nvshmem-cu13")
     table = []
     with (
         open_group(["deep_ep", *arguments], devices=options.ranks, packages=packages) as group,

@@ -1,6 +1,5 @@
 """Microseconds per call of an op inside one jitted loop, so that the host's part of a call does not count."""
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -123,17 +122,6 @@ def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compil
     """All at once, each in a thread."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda one: one.compile(), lowered))
-
-
-def add_pause(parser: argparse.ArgumentParser) -> None:
-    """For products: a GPU that multiplies without rest runs at its power limit, below its highest clocks."""
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=0,
-        metavar="MS",
-        help="rest before each timed loop, which is short then [%(default)g]",
-    )
 
 
 def describe_pause(pause: float) -> str:

@@ -14,7 +14,7 @@ from jax_ep import float8
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import Loop, add_pause, calls_between, compile_loops, describe_pause, take_turns, teraflops
+from .in_jit_loop import Loop, calls_between, compile_loops, describe_pause, take_turns, teraflops
 from .provenance import command_line, header, heading, row, select
 
 SEED = 0
@@ -189,14 +189,13 @@ def line(case: Case, times: dict[str, float]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("matmul", __doc__, "fewer shapes")
+    parser = command_line("matmul", __doc__, "fewer shapes", products=True)
     parser.add_argument(
         "--by",
         choices=("core", "pallas", "float8"),
         default="core",
         help="pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]",
     )
-    add_pause(parser)
     options = parser.parse_args(arguments)
 
     device, by = jax.devices()[0], options.by

@@ -37,8 +37,9 @@ def cpu_name() -> str:
 
 
 def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: Sequence[str] = ()) -> str:
-    """`note` says how jax_ep ran, `packages` are named with their versions besides JAX's own."""
-    names = ("jax", "jaxlib", "numpy", *packages)
+    """`note` says how jax_ep ran. Of `packages` those that are installed are named with their versions, too."""
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    names = ("jax", "jaxlib", "numpy", *(name for name in packages if name in installed))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     settings = [f"{name}={shlex.quote(os.environ[name])} " for name in _ENVIRONMENT if name in os.environ]
     return "\n".join(
@@ -72,13 +73,21 @@ def row(*cells: Any) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def command_line(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """With the options of many benchmarks. `quick`: what --quick leaves, of those that have shapes to choose from."""
+def command_line(
+    name: str, description: str | None, quick: str = "", *, products: bool = False
+) -> argparse.ArgumentParser:
+    """With the options of many benchmarks. `quick`: what --quick leaves, of those that have shapes to choose from.
+
+    `products`: a GPU that multiplies without rest runs at its power limit, below its highest clocks.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m jax_ep bench {name}", description=description)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
         parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    if products:
+        rest = "rest before each timed loop, which is short then [%(default)g]"
+        parser.add_argument("--pause", type=float, default=0, metavar="MS", help=rest)
     return parser
 
 

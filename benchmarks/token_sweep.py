@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,23 +26,19 @@ Op = Callable[..., Any]
 def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
     """Each of tokens, expert ids, weights and a rank's own experts. `quick`: those of DECODING."""
 
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
-        return jax_ep.moe_mlp(tokens, ids, weights, own, group=group)[0]
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any) -> Any:
+        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts)
 
-    def shared(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
-        # As if all ranks had these tokens: each computes other sums, in the same time.
-        return jax_ep.moe_mlp(tokens, ids, weights, own, group=group, shared_tokens=True)[0]
+    def exchange(*operands: Any) -> jax.Array:
+        rows, _, routing = dispatch(*operands)
+        return jax_ep.combine(rows, routing, group=group)
+
+    def layer(*operands: Any, shared_tokens: bool = False) -> jax.Array:
+        return jax_ep.moe_mlp(*operands, group=group, shared_tokens=shared_tokens)[0]
 
     def step(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> Any:
         out, pull = jax.vjp(lambda t, w, e: layer(t, ids, w, e), tokens, weights, own)
         return out, pull(tokens)
-
-    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any) -> Any:
-        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts)
-
-    def exchange(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> jax.Array:
-        rows, _, routing = dispatch(tokens, ids, weights, own)
-        return jax_ep.combine(rows, routing, group=group)
 
     def both_gradients(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> Any:
         return jax.vjp(lambda t, w: exchange(t, ids, w, own), tokens, weights)[1](tokens)
@@ -51,7 +48,8 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
         "dispatch, combine": exchange,
         "and their gradients": both_gradients,
         "layer": layer,
-        "layer, shared tokens": shared,
+        # As if all ranks had these tokens: each computes other sums, in the same time.
+        "layer, shared tokens": partial(layer, shared_tokens=True),
         "training step": step,
     }
     return {name: op for name, op in each.items() if name in DECODING} if quick else each

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import select
@@ -182,8 +181,7 @@ def main(arguments: list[str]) -> int:
     on_cpu = jax.default_backend() == "cpu"
     if options.site:  # the DSL names its folder in a .pth, which counts in Python's own folders alone
         sys.path[:0] = [str(options.site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/python_packages")]
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    packages = list(dict.fromkeys(each for peer in options.peers for each in PACKAGES[peer] if each in installed))
+    packages = list(dict.fromkeys(each for peer in options.peers for each in PACKAGES[peer]))
     print(header(jax.devices()[:1], "one rank", ["peers", *arguments], packages))
     when = "cold, on a CPU" if on_cpu else f"after {HEAT_SECONDS:g} s of the same"
     print(f"- bfloat16; a process for each peer, all in turns, each {when}")
