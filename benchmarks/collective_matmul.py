@@ -13,21 +13,19 @@ import jax_ep
 from jax_ep.lax import ragged_dot
 
 from .in_jit_loop import (
+    AXIS,
     Loop,
-    add_pause,
     calls_between,
     compile_loops,
     describe_pause,
     draw,
-    in_digits,
-    median_microseconds,
     on_ranks,
+    take_turns,
     teraflops,
 )
-from .provenance import command_line, header
-from .tables import heading, row
+from .provenance import command_line, heading, open_group, row, select
 
-AXIS, SEED = "tp", 0
+SEED = 0
 CALLS, CPU_CALLS = 40, 4
 OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
 
@@ -42,13 +40,14 @@ OPS: dict[str, Op] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """The product that every rank computes: [rows, contracted] x [contracted, columns]."""
+class Case:
+    """An op, and the product that every rank computes: [rows, contracted] x [contracted, columns]."""
 
+    op: str
     rows: int
     contracted: int
     columns: int
-    quick: bool = False
+    quick: bool
 
     def __str__(self) -> str:
         return f"[{self.rows}, {self.contracted}] x [{self.contracted}, {self.columns}]"
@@ -58,19 +57,25 @@ class Shape:
         return 2.0 * self.rows * self.contracted * self.columns
 
 
-SEED_SHAPE = Shape(5416, 6144, 1408, quick=True)
-GATHERS = [
-    SEED_SHAPE,
-    Shape(64, 7168, 18432),
-    Shape(512, 4096, 12288),
-    Shape(2048, 2880, 2880),
-    Shape(4096, 4096, 4096, quick=True),
-    Shape(8192, 4096, 14336),
-    Shape(8192, 8192, 29568),
+def cases_of(rows: int, contracted: int, columns: int, quick: bool = False, swap: bool = True) -> list[Case]:
+    """A gather's product, and with `swap` as reductions the second product of a layer whose first is the gather's."""
+    inner, outer = (columns, contracted) if swap else (contracted, columns)
+    return [
+        *(Case(op, rows, inner, outer, quick) for op in ("matmul_all_reduce", "matmul_reduce_scatter")),
+        Case("all_gather_matmul", rows, contracted, columns, quick),
+    ]
+
+
+CASES = [
+    *cases_of(5416, 6144, 1408, quick=True, swap=False),
+    *cases_of(64, 7168, 18432),
+    *cases_of(512, 4096, 12288),
+    *cases_of(2048, 2880, 2880),
+    *cases_of(4096, 4096, 4096, quick=True),
+    *cases_of(8192, 4096, 14336),
+    *cases_of(8192, 8192, 29568),
 ]
-# The second product of a layer whose first is the gather's.
-REDUCTIONS = [SEED_SHAPE, *(dataclasses.replace(x, contracted=x.columns, columns=x.contracted) for x in GATHERS[1:])]
-CPU_SHAPES = [Shape(64, 64, 64, quick=True)]
+CPU_CASES = cases_of(64, 64, 64, quick=True)
 
 
 def by_core(b: jax.Array, a: jax.Array) -> jax.Array:
@@ -108,72 +113,63 @@ def check_alike(ours: Op, other: Op, operands: tuple[jax.Array, jax.Array], mesh
         raise AssertionError(f"jax_ep's and XLA's results differ by {error} of their size")
 
 
-def draw_operands(name: str, shape: Shape, group: jax_ep.Group) -> tuple[jax.Array, ...]:
+def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
     """A rank's own rows, the matrix, the rows of its product, and what the collective alone moves."""
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
 
     def drawn(seed: int, rows: int, columns: int) -> jax.Array:
         return draw(group.mesh, seed, rows * group.size, columns, dtype=dtype)
 
-    rows, b = drawn(SEED, shape.rows, shape.contracted), drawn(SEED + 1, shape.contracted, shape.columns)
-    if name == "all_gather_matmul":
-        own = drawn(SEED, shape.rows // group.size, shape.contracted)
+    rows, b = drawn(SEED, case.rows, case.contracted), drawn(SEED + 1, case.contracted, case.columns)
+    if case.op == "all_gather_matmul":
+        own = drawn(SEED, case.rows // group.size, case.contracted)
         return own, b, rows, own
-    return rows, b, rows, drawn(SEED + 2, shape.rows, shape.columns)
+    return rows, b, rows, drawn(SEED + 2, case.rows, case.columns)
 
 
-def measure(name: str, shape: Shape, group: jax_ep.Group, repeats: int, pause: float) -> dict[str, float]:
+def measure(case: Case, group: jax_ep.Group, repeats: int, pause: float) -> dict[str, float]:
     """Microseconds by formulation, which take turns."""
-    calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, shape.flops)
-    own, b, rows, moved = draw_operands(name, shape, group)
-    ours, xla = (partial(with_collective, OPS[name], group, implementation) for implementation in ("ffi", "xla"))
+    calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, case.flops)
+    own, b, rows, moved = draw_operands(case, group)
+    ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("ffi", "xla"))
     check_alike(ours, xla, (own, b), group.mesh)
     ops: dict[str, tuple[Op, jax.Array]] = {
         OURS: (ours, own),
         XLA: (xla, own),
         PRODUCT: (by_core, rows),
         XLA_PRODUCT: (by_xla, rows),
-        MOVING: (partial(collective, name), moved),
+        MOVING: (partial(collective, case.op), moved),
     }
-    loops = [Loop(op, (b,), operand, calls) for op, operand in ops.values()]
-    programs = compile_loops(loops, group.mesh)
-    return dict(zip(ops, median_microseconds(loops, programs, repeats, pause, hot=not pause), strict=True))
+    loops = {name: Loop(op, (b,), operand, calls) for name, (op, operand) in ops.items()}
+    return take_turns(compile_loops(loops, group.mesh), repeats, pause, hot=not pause)
 
 
-def line(name: str, shape: Shape, times: dict[str, float]) -> str:
+def line(case: Case, times: dict[str, float]) -> str:
     """Ours against XLA's and the product alone; the hidden part of what could be hidden, the rest, and our speed."""
     hidden = times[PRODUCT] + times[MOVING] - times[OURS]
     return row(
-        name,
-        shape,
+        case.op,
+        case,
         *(f"{time:,.1f}" for time in times.values()),
         f"{times[XLA] / times[OURS]:.2f}",
         f"{times[OURS] / times[PRODUCT]:.2f}",
         f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
         f"{times[OURS] - times[PRODUCT]:,.1f}",
-        in_digits(teraflops(shape.flops, times[OURS])),
+        teraflops(case.flops, times[OURS]),
     )
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("collective_matmul", __doc__, "fewer shapes")
+    parser = command_line("collective_matmul", __doc__, "fewer shapes", products=True)
     parser.add_argument("--devices", type=int, help="how many [all]")
-    add_pause(parser)
     options = parser.parse_args(arguments)
 
-    mesh = Mesh(np.array(jax.devices()[: options.devices]), (AXIS,))
-    with jax_ep.Group(mesh, AXIS) as group:
-        on_cpu = group.platform == "cpu"
-        note = "float32, plain loops" if on_cpu else "bfloat16"
-        print(header(list(mesh.devices.flat), note, ["collective_matmul", *arguments]))
+    note = "float32, plain loops" if jax.default_backend() == "cpu" else "bfloat16"
+    with open_group(["collective_matmul", *arguments], note, options.devices) as group:
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
         print(f"- {describe_pause(options.pause)}\n")
         names = [f"{name}, us" for name in (OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING)]
         print(heading(" | ".join(("op", "product", *names, *DERIVED))))
-        for gather, reduction in [(x, x) for x in CPU_SHAPES] if on_cpu else zip(GATHERS, REDUCTIONS, strict=True):
-            for name in OPS:
-                shape = gather if name == "all_gather_matmul" else reduction
-                if (shape.quick or not options.quick) and options.shapes in str(shape):
-                    print(line(name, shape, measure(name, shape, group, options.repeats, options.pause)), flush=True)
-        group.check()
+        for case in select(CPU_CASES if group.platform == "cpu" else CASES, options):
+            print(line(case, measure(case, group, options.repeats, options.pause)), flush=True)
     return 0

@@ -16,7 +16,6 @@ test reports.
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import statistics
 import sys
@@ -30,19 +29,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import jax_ep
 
 from . import formulations as forms
-from .formulations import AXIS
-from .in_jit_loop import HEAT_SECONDS, Program, compile_loops, median_microseconds, on_ranks
-from .moe import FP8_ROWS, NOT_EXPANDED, Candidate, our_candidates, relative_error
+from .in_jit_loop import AXIS, HEAT_SECONDS, Loop, Program, compile_loops, on_ranks, take_turns
+from .moe import FP8_ROWS, NOT_EXPANDED, our_loops, relative_error
 from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
 from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment
-from .provenance import group_header
-from .tables import heading, row
+from .provenance import heading, open_group, row
 
 ONE_ROW = "combine, one row a rank"
 NORMAL = {  # by our op, DeepEP's
@@ -147,8 +143,8 @@ def answer_of(child: Child, question: dict[str, Any]) -> dict[str, Any]:
         return {"failed": str(lost)}
 
 
-def checked_candidates(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) -> list[Candidate]:
-    """Of ours, after a check that the rows arrive that numpy counts, and that weighted sums return.
+def checked_loops(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) -> dict[str, Loop]:
+    """By our op and its SMs, after a check that the rows arrive that numpy counts, and that weighted sums return.
 
     `groups`: by SMs, among them "all".
     """
@@ -170,11 +166,11 @@ def checked_candidates(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Gro
         if not np.all(np.asarray(errors) < 2**-7) or np.any(arrived != wanted):
             raise AssertionError(f"{case}: sums are off by {errors}, rows by {arrived - wanted}")
         states.append(state)
-    found = []
+    found = {}
     for sms, one in groups.items():
-        combine = our_candidates(shape, room, one, one_row, states[1])[-1]._replace(op=ONE_ROW)
-        for candidate in (*our_candidates(shape, room, one, inputs, states[0]), combine):
-            found.append(candidate._replace(op=f"{candidate.op}, {sms}"))
+        loops = our_loops(shape, room, one, inputs, states[0])
+        loops[ONE_ROW] = our_loops(shape, room, one, one_row, states[1])["combine"]
+        found |= {f"{op}, {sms}": loop for op, loop in loops.items()}
     return found
 
 
@@ -184,8 +180,8 @@ def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_laten
     ids = make_ids(case, group.size)
     ops = LOW_LATENCY if low_latency else NORMAL
     wanted = {f"{op}, {sms}": f"{theirs}, {sms}" for op, theirs in ops.items() for sms in groups}
-    ours = {one.op: one for one in checked_candidates(case, ids, groups) if one.op in wanted}
-    programs = dict(zip(ours, compile_loops([one.loop for one in ours.values()], group.mesh), strict=True))
+    ours = {name: loop for name, loop in checked_loops(case, ids, groups).items() if name in wanted}
+    programs = compile_loops(ours, group.mesh)
     heat = HEAT_SECONDS if group.platform != "cpu" else 0
     times: Times = {}
     with contextlib.ExitStack() as stack:
@@ -193,7 +189,7 @@ def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_laten
         deep_ep = stack.enter_context(contextlib.closing(DeepEP(source, case, ids, group.size, low_latency, folder)))
         turns: dict[str, Callable[[], float | None]] = {}  # each of DeepEP's once
         for name, other in wanted.items():
-            turns[name] = partial(our_microseconds, ours[name], programs[name], heat > 0)
+            turns[name] = partial(our_microseconds, programs[name], heat > 0)
             for theirs in (other, HANDLE + other) if other.startswith("dispatch") and not low_latency else (other,):
                 turns.setdefault(f"DeepEP {theirs}", partial(deep_ep.microseconds, theirs, heat))
         for _ in range(rounds):
@@ -205,8 +201,8 @@ def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_laten
     yield from rows_of(case.shape.tokens, wanted, times)
 
 
-def our_microseconds(candidate: Candidate, program: Program, hot: bool) -> float:
-    return median_microseconds([candidate.loop], [program], 1, hot=hot)[0]
+def our_microseconds(program: Program, hot: bool) -> float:
+    return take_turns({"": program}, repeats=1, hot=hot)[""]
 
 
 def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[str]:
@@ -235,17 +231,15 @@ def main(arguments: list[str]) -> int:
         )
 
     os.environ.setdefault(FRACTION, "0.5")  # DeepEP's processes need the rest
-    mesh = Mesh(np.array(jax.devices()[: options.ranks]), (AXIS,))
-    with contextlib.ExitStack() as stack:
-        open_group = partial(jax_ep.Group, mesh, AXIS)
-        few = stack.enter_context(open_group(max_sms=FEW_SMS))
-        groups = {str(FEW_SMS): few, "all": stack.enter_context(open_group())}
-        installed = {distribution.name for distribution in importlib.metadata.distributions()}
-        packages = [name for name in ("torch", "nvidia-nvshmem-cu13") if name in installed]
-        print(group_header(groups["all"], "deep_ep", *arguments, packages=packages))
+    packages = ("torch", "nvidia-nvshmem-cu13")
+    table = []
+    with (
+        open_group(["deep_ep", *arguments], devices=options.ranks, packages=packages) as group,
+        jax_ep.Group(group.mesh, AXIS, max_sms=FEW_SMS) as few,
+    ):
+        groups = {str(FEW_SMS): few, "all": group}
         print("- DeepEP V1; all: ours on as many SMs as it likes, DeepEP on the best of several numbers")
         print(f"- median of {options.rounds} rounds of turns, each after {HEAT_SECONDS:g} s of the same", flush=True)
-        table = []
         for tokens, low_latency in ((options.tokens, False), (min(FEW_TOKENS, options.tokens), True)):
             case = Case(Shape(tokens, 7168, 8, 256, "bfloat16"))
             those = {"all": groups["all"]} if low_latency else groups

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import jax_ep
 
-AXIS = "ep"
+from .in_jit_loop import AXIS
 
 
 class Formulation(NamedTuple):

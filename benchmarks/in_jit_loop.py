@@ -1,23 +1,25 @@
 """Microseconds per call of an op inside one jitted loop, so that the host's part of a call does not count."""
 
-import argparse
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+AXIS = "ep"  # of a mesh
 MORE_EXECUTIONS = 2  # at least
 MOST_BEFORE, MOST_TIMED = 25, 8
 IN_FLIGHT = 2  # executions that a device has before it: it does not wait for the host, nor the host long for it
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
 SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
+
+Name = TypeVar("Name")
 
 
 def on_ranks(function: Callable[..., Any], mesh: Mesh) -> Any:
@@ -102,31 +104,24 @@ class Program:
 
     compiled: jax.stages.Compiled
     arguments: tuple[Any, ...]
+    calls: int  # of the op
 
     def __call__(self) -> Any:
         return self.compiled(*self.arguments)
 
 
-def compile_loops(loops: Sequence[Loop], mesh: Mesh) -> list[Program]:
-    compiled = compile_all([loop.lower(mesh) for loop in loops])
-    return [Program(program, loop.arguments) for loop, program in zip(loops, compiled, strict=True)]
+def compile_loops(loops: Mapping[Name, Loop], mesh: Mesh) -> dict[Name, Program]:
+    compiled = compile_all([loop.lower(mesh) for loop in loops.values()])
+    return {
+        name: Program(one, loop.arguments, loop.calls)
+        for (name, loop), one in zip(loops.items(), compiled, strict=True)
+    }
 
 
 def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
     """All at once, each in a thread."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda one: one.compile(), lowered))
-
-
-def add_pause(parser: argparse.ArgumentParser) -> None:
-    """For products: a GPU that multiplies without rest runs at its power limit, below its highest clocks."""
-    parser.add_argument(
-        "--pause",
-        type=float,
-        default=0,
-        metavar="MS",
-        help="rest before each timed loop, which is short then [%(default)g]",
-    )
 
 
 def describe_pause(pause: float) -> str:
@@ -140,40 +135,30 @@ def calls_between(pause: float, most: int, flops: float) -> int:
     return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most
 
 
-def teraflops(flops: float, microseconds: float) -> float:
-    return 1e-6 * flops / microseconds
-
-
-def in_digits(rate: float) -> str:
+def teraflops(flops: float, microseconds: float) -> str:
+    rate = 1e-6 * flops / microseconds
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def microseconds(loops: Sequence[Loop], mesh: Mesh, repeats: int, pause: float = 0) -> list[float]:
-    """Median per call over `repeats` turns of the loops, after one to warm up; `pause`: ms of rest before each."""
-    return median_microseconds(loops, compile_loops(loops, mesh), repeats, pause)
+def take_turns(
+    programs: Mapping[Name, Program], repeats: int, pause: float = 0, hot: bool = False
+) -> dict[Name, float]:
+    """Microseconds per call: medians over `repeats` turns. `pause`: ms of rest before each.
 
-
-def median_microseconds(
-    loops: Sequence[Loop], programs: Sequence[Callable[[], Any]], repeats: int, pause: float = 0, hot: bool = False
-) -> list[float]:
-    """The time of executions that follow others, without what the first takes to start: a millisecond or more.
-
-    `hot`: a loop has run for a while before the calls that count, so that no loop profits from those before it.
+    Executions follow others, so what the first takes to start does not count: a millisecond or more. `hot`: a loop has
+    run for a while before the calls that count, so that no loop profits from those before it.
     """
-    before = [_executions_before(program, hot) for program in programs]
-    timed = [min(max(count, MORE_EXECUTIONS), MOST_TIMED) for count in before]
-    times: list[list[float]] = [[] for _ in loops]
+    before = {name: _executions_before(program, hot) for name, program in programs.items()}
+    times: dict[Name, list[float]] = {name: [] for name in programs}
     for _ in range(repeats):
-        for index, program in enumerate(programs):
+        for name, program in programs.items():
             time.sleep(1e-3 * pause)
-            times[index].append(_seconds(program, before[index], timed[index]))
-    return [
-        1e6 * statistics.median(each) / (count * loop.calls)
-        for each, count, loop in zip(times, timed, loops, strict=True)
-    ]
+            timed = min(max(before[name], MORE_EXECUTIONS), MOST_TIMED)
+            times[name].append(1e6 * _seconds(program, before[name], timed) / (timed * program.calls))
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _executions_before(program: Callable[[], Any], hot: bool) -> int:
+def _executions_before(program: Program, hot: bool) -> int:
     """Warms up; returns how many executions go before: those of HEAT_SECONDS in a hot loop, or MOST_BEFORE.
 
     No fewer than IN_FLIGHT: the first one ends before the host, which launches IN_FLIGHT more, looks at it.
@@ -184,7 +169,7 @@ def _executions_before(program: Callable[[], Any], hot: bool) -> int:
     return max(IN_FLIGHT, min(MOST_BEFORE, math.ceil(HEAT_SECONDS / _seconds(program, IN_FLIGHT, 1))))
 
 
-def _seconds(program: Callable[[], Any], before: int, timed: int) -> float:
+def _seconds(program: Program, before: int, timed: int) -> float:
     """The seconds of `timed` executions, with `before` executions before and IN_FLIGHT after. None waits for the host.
 
     IN_FLIGHT more keep the host busy to the end, so that its time shows if it takes longer than the devices.

@@ -11,52 +11,36 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import float8
-from jax_ep.float8 import quantize_rows, quantize_weights
+from jax_ep.float8 import quantize_weights
 from jax_ep.lax import ragged_dot
 
 from . import moe
-from .formulations import AXIS, Formulation, jax_ep_ops
+from .formulations import Formulation, jax_ep_ops
 from .in_jit_loop import (
+    AXIS,
     CarryingLoop,
     Loop,
     Program,
     compile_all,
     compile_loops,
     describe_pause,
-    in_digits,
-    median_microseconds,
     on_ranks,
+    take_turns,
     teraflops,
 )
-from .moe_cases import (
-    Case,
-    Inputs,
-    Matrices,
-    Model,
-    Shape,
-    capacity,
-    load,
-    make_ids,
-    make_inputs,
-    make_operands,
-)
-from .provenance import command_line, group_header
-from .tables import heading, row
+from .moe_cases import Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
+from .provenance import command_line, heading, open_group, row
 
-OURS, CHAIN, PADDED = "jax_ep", "jax_ep, op by op", "padded all_to_all"
+OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
 CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
 FLOAT8 = "jax_ep, float8"
-DISPATCH, COMBINE, PRODUCTS, FLOAT8_PRODUCTS = "dispatch", "combine", "products", "products, float8"
-LAYERS = (OURS, ROUNDED, FLOAT8, CHAIN, PADDED)
-PARTS = (DISPATCH, COMBINE, PRODUCTS, FLOAT8_PRODUCTS, *LAYERS)
 LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
 
 COLUMNS = (
-    "layer | of it | forward, us | exposed, us | of products | TFLOP/s | step, us | step exposed, us "
-    "| of 3 x products | step TFLOP/s | operands, MiB | forward, MiB | step, MiB"
+    "layer | of it | forward, us | of products | TFLOP/s | step, us | of 3 x products | step TFLOP/s "
+    "| forward, MiB | step, MiB"
 )
 
 MODELS = [
@@ -77,25 +61,14 @@ FORWARD, STEP = False, True
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the command line asks for."""
-
-    repeats: int = 1
-    quick: bool = False
-    round_tokens: bool = False
-    float8: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
     """Microseconds per call; bytes that a rank holds at its peak beside the operands, results included."""
 
     model: Model
     routing: str
     flops: float  # of the products in the forward pass, on the rank with the most rows
-    operand_bytes: int
     times: dict[Pass, float]
-    held: dict[Pass, int | None]  # of dispatch: its rows
+    held: dict[Pass, int | None]
     rounded: float = 1.0  # times as many operations where tokens are rounded
 
     def __str__(self) -> str:
@@ -146,23 +119,24 @@ def gated(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> 
 
 
 def products(
-    multiply: Any, sizes: jax.Array, gate: Any, up: Any, down: Any, inner: Any, rows: Any
+    sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: jax.Array
 ) -> tuple[jax.Array, ...]:
-    return multiply(rows, gate, sizes), multiply(rows, up, sizes), multiply(inner, down, sizes)
+    return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes), ragged_dot(inner, down, sizes)
 
 
-def training_step(layer: Layer) -> Callable[..., Any]:
-    """What `layer` returns, and the gradients in all that it takes but ids; the tokens serve as cotangent, too.
+def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
+    """What `layer` returns, and the gradients in all that it takes but ids.
 
     The cotangent waits for the result, as in a model: otherwise XLA may keep what only the forward pass needs.
     """
+    out, backward = jax.vjp(partial(layer, ids), *others)
+    out, cotangent = jax.lax.optimization_barrier((out, cotangent))
+    return out, backward(cotangent)
 
-    def step(ids: jax.Array, *others: jax.Array) -> Any:
-        out, backward = jax.vjp(partial(layer, ids), *others)
-        out, cotangent = jax.lax.optimization_barrier((out, others[-1]))
-        return out, backward(cotangent)
 
-    return step
+def training_step(layer: Layer) -> Callable[..., Any]:
+    """Of what `layer` takes; the tokens serve as cotangent, too."""
+    return lambda ids, *others: step(layer, others[-1], ids, *others)
 
 
 def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
@@ -170,7 +144,7 @@ def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:
-    """Raises unless ours has the same bits in every form, PADDED differs by rounding, and float8 by some percent."""
+    """Raises unless PADDED differs from ours by rounding, and float8 by some percent."""
     programs = compile_all([on_ranks(layer, mesh).lower(*operands) for layer in layers.values()])
     results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
 
@@ -180,14 +154,14 @@ def check_alike(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh:
 
     allowed = {PADDED: (jnp.inf, 16 * float(jnp.finfo(dtype).eps)), FLOAT8: (2, 0.1)}
     for name, result in zip(layers, results, strict=True):
-        order, most = allowed.get(name, (jnp.inf, 0))
+        order, most = allowed.get(name, (jnp.inf, 0.0))
         found = float(np.max(on_ranks(partial(error, order), mesh)(result, results[0])))
         if not found <= most:
             raise AssertionError(f"{name} differs from {next(iter(layers))} by {found} of it")
 
 
 def calls(model: Model, rows: int, ranks: int, passes: int) -> int:
-    """TFLOP/s of a pass that multiplies `passes` times as much as a forward pass."""
+    """In a loop, of a pass that multiplies `passes` times as much as a forward pass."""
     matrices = model.shape.experts // ranks * model.flops_per_row  # bytes: two for three times as many values
     seconds = passes * max(rows * model.flops_per_row / FLOPS_PER_SECOND, matrices / BYTES_PER_SECOND)
     return max(2, min(50, round(LOOP_SECONDS / seconds)))
@@ -211,32 +185,25 @@ def loops_of_layers(
     return loops
 
 
-def loops_of_parts(
-    shape: Shape,
-    room: int,
+def loop_of_products(model: Model, room: int, group: jax_ep.Group, operands: tuple[jax.Array, ...], calls: int) -> Loop:
+    """The three of the forward pass, on the rows that a dispatch delivers."""
+    ids, weights, *matrices, tokens = operands
+    dispatch = jax_ep_ops(group, model.shape.experts, room).dispatch
+    rows, sizes, _ = on_ranks(dispatch, group.mesh)(tokens, ids, weights)
+    inner = on_ranks(gated, group.mesh)(sizes, *matrices[:2], rows)
+    return Loop(products, (sizes, *matrices, inner), rows, calls)
+
+
+def measure(
+    model: Model,
+    routing: str,
     group: jax_ep.Group,
-    inputs: Inputs,
-    matrices: Matrices,
-    narrow: tuple[Any, ...],
-    calls: int,
-) -> dict[Pass, Loop]:
-    """The products on the rows that a dispatch delivers, while a GPU is hot; then the exchanges, in which it cools."""
-    mesh = group.mesh
-    state = on_ranks(jax_ep_ops(group, shape.experts, room).dispatch, mesh)(*inputs)
-    sizes, rows = state.group_sizes, state.rows
-    inner = on_ranks(gated, mesh)(sizes, *matrices[:2], rows)
-    loops: dict[Pass, Loop] = {
-        (PRODUCTS, FORWARD): Loop(partial(products, ragged_dot), (sizes, *matrices, inner), rows, calls)
-    }
-    if narrow:
-        inner, rows = (on_ranks(quantize_rows, mesh)(each) for each in (inner, rows))
-        operands = (sizes, *narrow, inner)
-        loops[FLOAT8_PRODUCTS, FORWARD] = Loop(partial(products, float8.ragged_dot), operands, rows, calls)
-    alone = moe.our_candidates(shape, room, group, inputs, state)
-    return loops | {(one.op, FORWARD): one.loop for one in alone if one.op in (DISPATCH, COMBINE)}
-
-
-def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -> Result:
+    *,
+    repeats: int = 1,
+    quick: bool = False,
+    round_tokens: bool = False,
+    in_float8: bool = False,
+) -> Result:
     """Checks the layers against each other, then times all in turns."""
     shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
     case = Case(shape, routing)
@@ -244,45 +211,32 @@ def measure(model: Model, routing: str, group: jax_ep.Group, options: Options) -
     needed = load(drawn, shape.experts, group.size)
     room = capacity(case, needed)
     operands = make_operands(model, drawn, mesh)
-    ids, weights, gate, up, down, tokens = operands
-    inputs, matrices = (tokens, ids, weights), (gate, up, down)
+    _, _, gate, up, down, tokens = operands
 
-    layers = {OURS: ours(group, room)}
-    if group._resolve("bench", "auto") != "xla":
-        layers[CHAIN] = by_exchange(jax_ep_ops(group, shape.experts, room))
-    layers[PADDED] = by_exchange(moe.padded_for(case, needed, group))
+    layers = {OURS: ours(group, room), PADDED: by_exchange(moe.padded_for(case, needed, group))}
     narrow: tuple[Any, ...] = ()
-    if options.float8:
-        narrow = quantized(matrices, mesh)
+    if in_float8:
+        narrow = quantized((gate, up, down), mesh)
         layers[FLOAT8] = ours(group, room, "float8")
     check_alike(layers, operands, mesh, shape.dtype)
 
-    forward, step = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
-    loops = loops_of_layers(layers, operands, narrow, (forward, step), options.quick)
-    loops |= loops_of_parts(shape, room, group, inputs, matrices, narrow, forward)
+    forward_calls, step_calls = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
+    loops = loops_of_layers(layers, operands, narrow, (forward_calls, step_calls), quick)
+    loops[PRODUCTS, FORWARD] = loop_of_products(model, room, group, operands, forward_calls)
     share = 1.0
-    if options.round_tokens:
+    if round_tokens:
         more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
         _, *chosen = make_inputs(more, make_ids(Case(more, routing), group.size), mesh)
         left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*chosen).expert_ids), shape.experts, group.size)
         share = left.rows / needed.rows
-        one = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape)
-        for which, count in ((FORWARD, forward), (STEP, step)):
-            op = training_step(one) if which else one
-            loops[ROUNDED, which] = Loop(op, (*chosen, *matrices), tokens, count)
-    programs = compile_loops(list(loops.values()), mesh)
-    times = median_microseconds(list(loops.values()), programs, options.repeats, hot=not on_cpu)
+        one, of_it = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape), (*chosen, gate, up, down)
+        loops[ROUNDED, FORWARD] = Loop(one, of_it, tokens, forward_calls)
+        loops[ROUNDED, STEP] = Loop(training_step(one), of_it, tokens, step_calls)
+    programs = compile_loops(loops, mesh)
+    times = take_turns(programs, repeats, hot=not on_cpu)
     group.check()
-    held = {one: held_bytes(program) for one, program in zip(loops, programs, strict=True) if one[0] in LAYERS}
-    return Result(
-        model,
-        routing,
-        needed.rows * model.flops_per_row,
-        sum(array.nbytes for array in operands) // group.size,
-        dict(zip(loops, times, strict=True)),
-        held | {(DISPATCH, FORWARD): room * shape.hidden * jnp.dtype(shape.dtype).itemsize},
-        share,
-    )
+    held = {one: held_bytes(program) for one, program in programs.items() if one[0] != PRODUCTS}
+    return Result(model, routing, needed.rows * model.flops_per_row, times, held, share)
 
 
 def held_bytes(program: Program) -> int | None:
@@ -292,25 +246,22 @@ def held_bytes(program: Program) -> int | None:
 
 
 def table(result: Result) -> Iterator[str]:
-    """A line for each part of the layer, and for each layer."""
-    for name in PARTS:
-        if (name, FORWARD) not in result.times and (name, STEP) not in result.times:
-            continue
-        cells = [str(result), name, *half(result, name, FORWARD), *half(result, name, STEP)]
-        cells.append(mebibytes(result.operand_bytes if name in LAYERS else None))
-        cells += [mebibytes(result.held.get((name, which))) for which in (FORWARD, STEP)]
-        yield row(*cells)
+    """A line for the products, and for each layer."""
+    for name in (PRODUCTS, OURS, ROUNDED, FLOAT8, PADDED):
+        if (name, FORWARD) in result.times:
+            held = [mebibytes(result.held.get((name, which))) for which in (FORWARD, STEP)]
+            yield row(result, name, *half(result, name, FORWARD), *half(result, name, STEP), *held)
 
 
 def half(result: Result, name: str, training: bool) -> list[str]:
-    """The columns of one pass: microseconds; beside its products, by difference and ratio; TFLOP/s of these."""
+    """The columns of one pass: microseconds; over those of its products; TFLOP/s of these."""
     share = result.rounded if name == ROUNDED else 1
     products = share * result.products(training)
     time = products if name == PRODUCTS else result.times.get((name, training))
-    if time is None or name in (DISPATCH, COMBINE):
-        return ["-" if time is None else f"{time:,.1f}", "-", "-", "-"]
+    if time is None:
+        return ["-", "-", "-"]
     rate = teraflops(share * result.flops * (3 if training else 1), time)
-    return [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}", in_digits(rate)]
+    return [f"{time:,.1f}", f"{time / products:.3f}", rate]
 
 
 def mebibytes(count: int | None) -> str:
@@ -331,29 +282,26 @@ def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None, experts:
 def main(arguments: list[str]) -> int:
     parser = command_line("layer", __doc__, f"uniform routing only, no training step of {PADDED}")
     parser.add_argument("--tokens", type=int, help="of each rank, in place of the shapes' own")
-    parser.add_argument(
-        "--experts", type=int, help="of all ranks: so many as a rank of a larger group has, for one GPU"
-    )
+    parser.add_argument("--experts", type=int, help="of all ranks, in place of the shapes' own")
     parser.add_argument("--round-tokens", action="store_true", help="also with tokens rounded to full tiles")
     parser.add_argument("--float8", action="store_true", help="also in float8; widths must be multiples of 128")
     options = parser.parse_args(arguments)
     models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
 
-    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        print(group_header(group, "layer", *arguments))
+    with open_group(["layer", *arguments]) as group:
         print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops, all in turns")
         print(f"- {'cold, on a CPU' if group.platform == 'cpu' else describe_pause(0)}")
         print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")
-        print(f"- exposed: what a pass takes longer than its products; TFLOP/s: of the {PRODUCTS}, on the busiest rank")
+        print(f"- TFLOP/s: of the {PRODUCTS}, on the busiest rank")
         if options.round_tokens:
             print(f"- {ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too")
         if options.float8:
             print(f"- {FLOAT8}: matrices are quantized before a forward pass, and in a step; {PRODUCTS} are bfloat16's")
         print(f"- {PADDED}: XLA's exchange around the same grouped {PRODUCTS}")
-        print("- MiB of a rank: operands; held at the peak beside them, results included; of dispatch, its rows\n")
+        print("- MiB that a rank holds at the peak beside operands, results included\n")
         print(heading(COLUMNS), flush=True)
-        how = Options(options.repeats, options.quick, options.round_tokens, options.float8)
+        how = {name: getattr(options, name) for name in ("repeats", "quick", "round_tokens")}
         for model in models:
             for routing in ROUTINGS[: 1 if options.quick else None]:
-                print("\n".join(table(measure(model, routing, group, how))), flush=True)
+                print("\n".join(table(measure(model, routing, group, in_float8=options.float8, **how))), flush=True)
     return 0

@@ -14,19 +14,8 @@ from jax_ep import float8
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import (
-    Loop,
-    add_pause,
-    calls_between,
-    compile_loops,
-    describe_pause,
-    in_digits,
-    median_microseconds,
-    microseconds,
-    teraflops,
-)
-from .provenance import command_line, header
-from .tables import heading, row
+from .in_jit_loop import Loop, calls_between, compile_loops, describe_pause, take_turns, teraflops
+from .provenance import command_line, header, heading, row, select
 
 SEED = 0
 OURS, PALLAS, BFLOAT16 = "jax_ep", "by Pallas", "jax_ep, bfloat16"
@@ -183,32 +172,30 @@ def measure(case: Case, mesh: Mesh, repeats: int, pause: float, by: str) -> dict
     found, sizes = ways(case, by)
     calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
     loops = {name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}
-    programs = compile_loops(list(loops.values()), mesh)
     hot = not pause and mesh.devices.flat[0].platform != "cpu"
-    times = dict(zip(loops, median_microseconds(list(loops.values()), programs, repeats, pause, hot), strict=True))
+    times = take_turns(compile_loops(loops, mesh), repeats, pause, hot)
     if by == "core":
         _, lhs, rhs = found[OURS]
-        slow = Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)
-        times[LAX] = microseconds([slow], mesh, min(repeats, 2), pause)[0]
+        slow = {LAX: Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)}
+        times |= take_turns(compile_loops(slow, mesh), min(repeats, 2), pause)
     return times
 
 
 def line(case: Case, times: dict[str, float]) -> str:
     """TFLOP/s of each, and the first as a part of the dense product's."""
     mine, *_ = times.values()
-    rates = [in_digits(teraflops(case.flops, time)) for time in times.values()]
+    rates = [teraflops(case.flops, time) for time in times.values()]
     return row(case, f"{mine:,.1f}", *rates, f"{times[DENSE] / mine:.2f}")
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("matmul", __doc__, "fewer shapes")
+    parser = command_line("matmul", __doc__, "fewer shapes", products=True)
     parser.add_argument(
         "--by",
         choices=("core", "pallas", "float8"),
         default="core",
         help="pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]",
     )
-    add_pause(parser)
     options = parser.parse_args(arguments)
 
     device, by = jax.devices()[0], options.by
@@ -221,12 +208,11 @@ def main(arguments: list[str]) -> int:
     print(f"- all but {LAX}, in which the GPU rests, take turns\n")
     cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
     mesh, begun = Mesh(np.array([device]), ("one",)), False
-    for case in cases:
-        if options.shapes in str(case) and (case.quick or not options.quick):
-            times = measure(case, mesh, options.repeats, options.pause, by)
-            if not begun:
-                names = " | ".join(f"{name}, TFLOP/s" for name in times)
-                print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
-            begun = True
-            print(line(case, times), flush=True)
+    for case in select(cases, options):
+        times = measure(case, mesh, options.repeats, options.pause, by)
+        if not begun:
+            names = " | ".join(f"{name}, TFLOP/s" for name in times)
+            print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
+        begun = True
+        print(line(case, times), flush=True)
     return 0

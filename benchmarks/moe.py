@@ -2,119 +2,58 @@
 
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import jax_ep
 
 from . import formulations as forms, token_sweep
-from .formulations import AXIS, Formulation
-from .in_jit_loop import Loop, compile_loops, median_microseconds, on_ranks
-from .moe_cases import (
-    FAMILIES,
-    TINY_FAMILIES,
-    Case,
-    Inputs,
-    Load,
-    Shape,
-    capacity,
-    load,
-    make_ids,
-    make_inputs,
-    select,
-)
-from .provenance import command_line, group_header
-from .tables import heading, row
+from .formulations import Formulation
+from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, take_turns
+from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
+from .provenance import command_line, heading, open_group, row, select
 
-NVLINK = 370e9  # bytes a second one way that the GPUs of an H200 host reach among each other at best
 FP8_BLOCK = 128  # values that share a float32 scale
 FP8 = "dispatch, fp8"  # on the wire only
 FP8_ROWS = "dispatch, fp8 rows"  # left as they came
 NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
-COLUMNS = "shape | op | jax_ep, us | remote GB/s | of 370 GB/s | padded all_to_all, us | ratio to the best XLA"
+COLUMNS = "shape | op | jax_ep, us | remote GB/s | padded all_to_all, us | ratio to the best XLA"
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Microseconds per call, and the bytes the busiest rank must send or receive."""
-
-    case: Case
-    op: str
-    ours: float
-    padded: float  # of XLA's, which has no other wire and no budget of SMs: it competes as it is
-    remote_bytes: int
-
-
-class Candidate(NamedTuple):
-    op: str  # "dispatch" or "combine", and how
-    loop: Loop
-
-
-def run(group: jax_ep.Group, repeats: int, quick: bool, name_contains: str) -> None:
-    """Measures the families chosen, and prints a table for each as it goes."""
-    on_cpu = group.platform == "cpu"
-    families = select(TINY_FAMILIES if on_cpu else FAMILIES, quick=quick, name_contains=name_contains)
-    if not families:
-        raise SystemExit(f"no shape's name has {name_contains!r}")
-    print(f"- us: per call inside one jitted loop, median of {repeats} loops")
-    print("- remote bytes: deduplicated, of the busiest rank")
-    for title, cases in families.items():
-        print(f"\n{title}\n\n{heading(COLUMNS)}", flush=True)
-        for case in cases:
-            for result in measure(case, group, repeats):
-                print(line(result), flush=True)
-
-
-def line(result: Result) -> str:
-    rate = result.remote_bytes / result.ours * 1e6
-    times = [f"{result.ours:,.1f}", f"{rate / 1e9:,.1f}", f"{rate / NVLINK:.2f}", f"{result.padded:,.1f}"]
-    return row(result.case, result.op, *times, f"{result.padded / result.ours:.2f}")
-
-
-def measure(case: Case, group: jax_ep.Group, repeats: int) -> list[Result]:
-    """Checks the formulations against each other, then times them in turns."""
-    shape = case.shape
-    ids = make_ids(case, group.size)
+def measure(case: Case, group: jax_ep.Group, repeats: int) -> Iterator[str]:
+    """Checks the formulations against each other, times them in turns, and yields the rows of the table."""
+    shape, ids = case.shape, make_ids(case, group.size)
     needed = load(ids, shape.experts, group.size)
-    padded = padded_for(case, needed, group)
+    room, padded = capacity(case, needed), padded_for(case, needed, group)
     inputs = make_inputs(shape, ids, group.mesh)
-    ours_state, padded_state = prepare(case, capacity(case, needed), padded, group, inputs)
+    ours_state, padded_state = prepare(case, room, padded, group, inputs)
 
     with contextlib.ExitStack() as stack:
         groups = {"": group}
         for sms in case.few_sms:
             groups[f", {sms} SMs"] = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=sms))
-        ours = [
-            candidate._replace(op=candidate.op + how)
+        ours = {
+            op + how: loop
             for how, one in groups.items()
-            for candidate in our_candidates(shape, capacity(case, needed), one, inputs, ours_state)
-        ]
-        others = {
-            "dispatch": Loop(padded.dispatch, inputs[:2], inputs[2], calls=20),
-            "combine": Loop(padded.combine, (padded_state,), inputs[2], calls=20),
+            for op, loop in our_loops(shape, room, one, inputs, ours_state).items()
         }
-        loops = [*(candidate.loop for candidate in ours), *others.values()]
-        programs = compile_loops(loops, group.mesh)
-        times = median_microseconds(loops, programs, repeats)
+        others = {
+            "padded dispatch": Loop(padded.dispatch, inputs[:2], inputs[2], calls=20),
+            "padded combine": Loop(padded.combine, (padded_state,), inputs[2], calls=20),
+        }
+        times = take_turns(compile_loops(ours | others, group.mesh), repeats)
         for one in groups.values():
             one.check()
-    of_padded = dict(zip(others, times[len(ours) :], strict=True))
-    return [
-        Result(
-            case,
-            one.op,
-            time,
-            of_padded["dispatch" if one.op.startswith("dispatch") else "combine"],
-            needed.remote_rows * row_bytes(one.op, shape),
-        )
-        for one, time in zip(ours, times[: len(ours)], strict=True)
-    ]
+    for op in ours:  # XLA's has no other wire and no budget of SMs: it competes as it is
+        other = times["padded dispatch" if op.startswith("dispatch") else "padded combine"]
+        rate = needed.remote_rows * row_bytes(op, shape) / times[op] / 1e3
+        yield row(case, op, f"{times[op]:,.1f}", f"{rate:,.1f}", f"{other:,.1f}", f"{other / times[op]:.2f}")
 
 
 def row_bytes(op: str, shape: Shape) -> int:
@@ -130,10 +69,10 @@ def padded_for(case: Case, needed: Load, group: jax_ep.Group) -> Formulation:
     return forms.padded_all_to_all(shape.experts, max(block, -(-needed.pair_rows // 8) * 8))
 
 
-def our_candidates(
+def our_loops(
     shape: Shape, room: int, group: jax_ep.Group, inputs: Inputs, state: jax_ep.Dispatched
-) -> list[Candidate]:
-    """Dispatch, in fp8 too where the rows divide into its blocks, and combine."""
+) -> dict[str, Loop]:
+    """By op: dispatch, in fp8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
     calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
 
@@ -155,7 +94,7 @@ def our_candidates(
         loops[FP8_ROWS] = dispatch(wire="float8_rows")
         loops[f"{FP8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
     loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
-    return [Candidate(op, loop) for op, loop in loops.items()]
+    return loops
 
 
 def prepare(case: Case, room: int, padded: Formulation, group: jax_ep.Group, inputs: Inputs) -> tuple[Any, Any]:
@@ -192,14 +131,18 @@ def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_line("moe", __doc__, "T=128 and T=4096; of the sweep, decoding")
+    parser = command_line("moe", __doc__, "uniform T=128 and T=4096; of the sweep, decoding")
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
     options = parser.parse_args(arguments)
 
-    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        print(group_header(group, "moe", *arguments), flush=True)
+    with open_group(["moe", *arguments]) as group:
         if options.sweep:
             token_sweep.run(group, options.repeats, options.quick)
-        else:
-            run(group, options.repeats, options.quick, options.shapes)
+            return 0
+        print(f"- us: per call inside one jitted loop, median of {options.repeats} loops")
+        print("- remote bytes: deduplicated, of the busiest rank")
+        print(f"\n{heading(COLUMNS)}", flush=True)
+        for case in select(CPU_CASES if group.platform == "cpu" else CASES, options):
+            for line in measure(case, group, options.repeats):
+                print(line, flush=True)
     return 0

@@ -45,7 +45,7 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Case:
     shape: Shape
-    routing: str = "uniform"  # or "Zipf", "all-to-one"
+    routing: str = "uniform"  # or "Zipf"; "all-to-one": all tokens go to experts of rank 0
     quick: bool = False
     few_sms: tuple[int, ...] = ()  # also time ours on so many SMs
 
@@ -62,7 +62,6 @@ class Load:
     remote_rows: int  # most that one rank sends to, or receives from, the others; a token counts once per rank
 
 
-Families = dict[str, list[Case]]  # by title
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down of all experts
 
@@ -71,36 +70,21 @@ _SMALL = (16, 32, 64, 128, 256, 512, 1024)
 _OTHERS = ((8, 2, 6144), (64, 6, 2048), (128, 4, 2880), (128, 8, 4096))
 _TINY = Shape(64, 256, 2, 16, "bfloat16")
 
-FAMILIES: Families = {
-    "H=7168, top-8 of 256, uniform routing": [
-        *(Case(dataclasses.replace(_LARGE, tokens=tokens), quick=tokens == 128) for tokens in _SMALL),
-        Case(_LARGE, quick=True, few_sms=(16, 24)),
-        Case(dataclasses.replace(_LARGE, tokens=8192)),
-    ],
-    "Other models, T=4096, uniform routing": [
-        *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
-    ],
-    "Zipf routing": [Case(_LARGE, "Zipf")],
-    "All to one: every token goes to experts of rank 0": [Case(_LARGE, "all-to-one")],
-}
-
-# These cases take every path at a size that virtual devices of a CPU can bear.
-TINY_FAMILIES: Families = {
-    "Tiny, uniform routing": [
-        Case(_TINY, few_sms=(24,)),
-        Case(dataclasses.replace(_TINY, tokens=128, hidden=192), quick=True),
-    ],
-    "Tiny, skewed routing": [Case(_TINY, "Zipf"), Case(_TINY, "all-to-one", quick=True)],
-}
-
-
-def select(families: Families, *, quick: bool, name_contains: str) -> Families:
-    """The cases whose name contains the string; with `quick` the quick ones of the first family."""
-    chosen = {
-        title: [case for case in cases if name_contains in str(case) and (case.quick or not quick)]
-        for title, cases in list(families.items())[: 1 if quick else None]
-    }
-    return {title: cases for title, cases in chosen.items() if cases}
+CASES = [
+    *(Case(dataclasses.replace(_LARGE, tokens=tokens), quick=tokens == 128) for tokens in _SMALL),
+    Case(_LARGE, quick=True, few_sms=(16, 24)),
+    Case(dataclasses.replace(_LARGE, tokens=8192)),
+    *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
+    Case(_LARGE, "Zipf"),
+    Case(_LARGE, "all-to-one"),
+]
+# These take every path at a size that virtual devices of a CPU can bear.
+CPU_CASES = [
+    Case(_TINY, few_sms=(24,)),
+    Case(dataclasses.replace(_TINY, tokens=128, hidden=192), quick=True),
+    Case(_TINY, "Zipf"),
+    Case(_TINY, "all-to-one"),
+]
 
 
 def make_ids(case: Case, ranks: int) -> np.ndarray:

@@ -6,12 +6,11 @@ same index in the other nodes. So what a rank sends to other nodes is what its i
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from .moe_cases import Shape
-from .tables import heading, row
+from .provenance import heading, row
 
 FP8_BLOCK = 128  # values that share a float32 scale
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
@@ -120,16 +119,9 @@ class Exchange:
     def combine_inside(self) -> float:
         return self.rows_inside * self.row
 
-    # Memory, beside what one group of all ranks would need.
-
-    @property
-    def taken_in(self) -> int:
-        """Bytes of the tokens that came from all nodes, which a dispatch holds while it runs, and a combine of sums."""
-        return self.nodes * self.room * self.row
-
     @property
     def routing(self) -> int:
-        """Bytes of a routing's rows, weights and targets, which are kept from dispatch to combine."""
+        """Memory for a routing's rows, weights and targets, which are kept from dispatch to combine."""
         assignments = self.nodes * self.room * self.shape.top_k
         return self.ranks * assignments * (INDEX + WEIGHT) + assignments * INDEX
 
@@ -141,46 +133,24 @@ def planned(exchange: Exchange) -> Exchange:
     return dataclasses.replace(exchange, node_capacity=room if room < 0.9 * exchange.shape.tokens else None)
 
 
-COLUMNS = (
-    "hosts | E | tokens that need a host | B | dense, KB | by B, KB | least, KB | dense step, KB | by B step, KB "
-    "| inside, KB | dense taken in, MiB | by B, MiB | dense routing, MiB | by B, MiB"
-)
+COLUMNS = "hosts | E | tokens that need a host | B | dense, KB | by B, KB | least, KB | inside, KB"
 
 
-def table(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None, nodes: Sequence[int] = NODES) -> str:
-    """A markdown line for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, and memory."""
+def table(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None) -> str:
+    """A line for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, forward."""
     lines = [heading(COLUMNS)]
-    for count in nodes:
-        experts = max(shape.experts, count * ranks)
-        of_count = dataclasses.replace(shape, experts=experts)
+    for count in NODES:
+        of_count = dataclasses.replace(shape, experts=max(shape.experts, count * ranks))
         dense = Exchange(count, ranks, of_count, float8=float8, top_nodes=min(top_nodes or count, count))
-        lines.append(row(*_cells(dense, planned(dense))))
+        by_room = planned(dense)
+        sent = [
+            dense.dispatch + dense.combine,
+            by_room.dispatch + by_room.combine,
+            dense.least(dense.rows_needed) + dense.rows_needed * dense.row,
+            by_room.dispatch_inside + dense.combine_inside,
+        ]
+        cells = [by_room.room, *(f"{each / shape.tokens / 1e3:,.1f}" for each in sent)]
+        if by_room.dense:
+            cells[0] = cells[2] = "-"
+        lines.append(row(count, of_count.experts, f"{dense.share(1):.1%}", *cells))
     return "\n".join(lines)
-
-
-def _cells(dense: Exchange, by_room: Exchange) -> list[str]:
-    tokens = dense.shape.tokens
-
-    def kilobytes(count: float) -> str:
-        return f"{count / tokens / 1e3:,.1f}"
-
-    def chosen(text: str) -> str:
-        return "-" if by_room.dense else text
-
-    inside = dense.dispatch_inside if by_room.dense else by_room.dispatch_inside
-    return [
-        str(dense.nodes),
-        str(dense.shape.experts),
-        f"{dense.share(1):.1%}",
-        chosen(str(by_room.room)),
-        kilobytes(dense.dispatch + dense.combine),
-        chosen(kilobytes(by_room.dispatch + by_room.combine)),
-        kilobytes(dense.least(dense.rows_needed) + dense.rows_needed * dense.row),
-        kilobytes(dense.step),
-        chosen(kilobytes(by_room.step)),
-        kilobytes(inside + dense.combine_inside),
-        f"{dense.taken_in / 2**20:,.0f}",
-        chosen(f"{by_room.taken_in / 2**20:,.0f}"),
-        f"{dense.routing / 2**20:,.0f}",
-        chosen(f"{by_room.routing / 2**20:,.0f}"),
-    ]

@@ -1,4 +1,4 @@
-"""When, where and with what figures were measured: everything a reader needs to repeat them."""
+"""What a benchmark prints: when, where and with what it measured, and tables in markdown; and how that is kept."""
 
 import argparse
 import contextlib
@@ -12,11 +12,17 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 import jax_ep
+
+from .in_jit_loop import AXIS
 
 _ROOT = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = ("XLA_FLAGS", "NCCL_NVLS_ENABLE")  # they change what is measured
@@ -31,8 +37,9 @@ def cpu_name() -> str:
 
 
 def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: Sequence[str] = ()) -> str:
-    """`note` says how jax_ep ran, `packages` are named with their versions besides JAX's own."""
-    names = ("jax", "jaxlib", "numpy", *packages)
+    """`note` says how jax_ep ran. Of `packages` those that are installed are named with their versions, too."""
+    installed = {distribution.name for distribution in importlib.metadata.distributions()}
+    names = ("jax", "jaxlib", "numpy", *(name for name in packages if name in installed))
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     settings = [f"{name}={shlex.quote(os.environ[name])} " for name in _ENVIRONMENT if name in os.environ]
     return "\n".join(
@@ -45,18 +52,51 @@ def header(devices: Sequence[Any], note: str, command: Sequence[str], packages: 
     )
 
 
-def group_header(group: jax_ep.Group, *command: str, packages: Sequence[str] = ()) -> str:
-    return header(list(group.mesh.devices.flat), repr(group._resolve("bench", "auto")), command, packages)
+@contextlib.contextmanager
+def open_group(
+    command: Sequence[str], note: str = "", devices: int | None = None, packages: Sequence[str] = ()
+) -> Iterator[jax_ep.Group]:
+    """Of all devices, or of so many; prints the header. Whatever made the group fail is raised at the end."""
+    with jax_ep.Group(Mesh(np.array(jax.devices()[:devices]), (AXIS,)), AXIS) as group:
+        note = note or repr(group._resolve("bench", "auto"))
+        print(header(list(group.mesh.devices.flat), note, command, packages), flush=True)
+        yield group
+        group.check()
 
 
-def command_line(name: str, description: str | None, quick: str = "") -> argparse.ArgumentParser:
-    """With the options of many benchmarks. `quick`: what --quick leaves, of those that have shapes to choose from."""
+def heading(columns: str) -> str:
+    """`columns`: their names, between bars."""
+    return f"| {columns} |\n|{'---|' * (columns.count('|') + 1)}"
+
+
+def row(*cells: Any) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def command_line(
+    name: str, description: str | None, quick: str = "", *, products: bool = False
+) -> argparse.ArgumentParser:
+    """With the options of many benchmarks. `quick`: what --quick leaves, of those that have shapes to choose from.
+
+    `products`: a GPU that multiplies without rest runs at its power limit, below its highest clocks.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m jax_ep bench {name}", description=description)
     parser.add_argument("--repeats", type=int, default=5, help="timed loops of each [%(default)s]")
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
         parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
+    if products:
+        rest = "rest before each timed loop, which is short then [%(default)g]"
+        parser.add_argument("--pause", type=float, default=0, metavar="MS", help=rest)
     return parser
+
+
+def select(cases: Iterable[Any], options: argparse.Namespace) -> list[Any]:
+    """Those whose name has the text of --shapes; with --quick those that are quick."""
+    chosen = [each for each in cases if options.shapes in str(each) and (each.quick or not options.quick)]
+    if not chosen:
+        raise SystemExit(f"--shapes: no name of a shape has {options.shapes!r}")
+    return chosen
 
 
 def parse(text: str) -> dict[str, Any]:

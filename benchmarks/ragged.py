@@ -5,15 +5,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from .formulations import AXIS
-from .in_jit_loop import ChainedLoop, draw, microseconds
+from .in_jit_loop import AXIS, ChainedLoop, Loop, compile_loops, draw, take_turns
 from .moe_cases import SEED, Case, Shape, make_ids
-from .provenance import command_line, group_header
-from .tables import heading, row
+from .provenance import command_line, heading, open_group, row
 
 GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
 CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
@@ -30,46 +28,38 @@ def exchange_plan(case: Case, ranks: int) -> tuple[np.ndarray, ...]:
     return tuple(x.reshape(-1) for x in (starts(1), counts, starts(0), counts.T))
 
 
+def by(exchange: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda operand, *rest: exchange(operand, rest[-1], *rest[:-1], axis_name=AXIS)
+
+
+def dense(last: jax.Array) -> jax.Array:
+    return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
+
+
 def main(arguments: list[str]) -> int:
     options = command_line("ragged", __doc__).parse_args(arguments)
-    mesh = Mesh(np.array(jax.devices()), (AXIS,))
-    on_cpu = jax.default_backend() == "cpu"
-    case, ranks = CPU_CASE if on_cpu else GPU_CASE, mesh.size
-    shape = case.shape
+    with open_group(["ragged", *arguments]) as group:
+        mesh, ranks, on_cpu = group.mesh, group.size, group.platform == "cpu"
+        case = CPU_CASE if on_cpu else GPU_CASE
+        shape = case.shape
+        sharding = NamedSharding(mesh, P(AXIS))
+        plan = exchange_plan(case, ranks)
+        counts = plan[1].reshape(ranks, ranks)
+        room = int(counts.sum(axis=0).max())
+        sent = draw(mesh, SEED, ranks * shape.tokens * shape.top_k, shape.hidden, dtype=jnp.dtype(shape.dtype))
+        empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
+        operands = (sent, *(jax.device_put(x, sharding) for x in plan))
+        remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
 
-    sharding = NamedSharding(mesh, P(AXIS))
-    plan = exchange_plan(case, ranks)
-    counts = plan[1].reshape(ranks, ranks)
-    rows = shape.tokens * shape.top_k
-    room = int(counts.sum(axis=0).max())
-    sent = draw(mesh, SEED, ranks * rows, shape.hidden, dtype=jnp.dtype(shape.dtype))
-    empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
-    slices = tuple(jax.device_put(x, sharding) for x in plan)
-    remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
-
-    def by(exchange: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        return lambda operand, *rest: exchange(operand, rest[-1], *rest[:-1], axis_name=AXIS)
-
-    def dense(last: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
-
-    with jax_ep.Group(mesh, AXIS) as group:
-        print(group_header(group, "ragged", *arguments))
-        loops = {
-            "jax_ep.lax.ragged_all_to_all": ChainedLoop(
-                by(jax_ep.lax.ragged_all_to_all), (sent, *slices), empty, calls=50
-            )
+        loops: dict[str, Loop] = {
+            "jax_ep.lax.ragged_all_to_all": ChainedLoop(by(jax_ep.lax.ragged_all_to_all), operands, empty, calls=50)
         }
         if not on_cpu:  # jax.lax has none on the CPU
-            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(
-                by(jax.lax.ragged_all_to_all), (sent, *slices), empty, calls=2
-            )
+            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(by(jax.lax.ragged_all_to_all), operands, empty, calls=2)
         loops["dense all_to_all"] = ChainedLoop(dense, (), sent, calls=50)
-        names = list(loops)
-        times = microseconds(list(loops.values()), mesh, options.repeats)
-        group.check()
+        times = take_turns(compile_loops(loops, mesh), options.repeats)
     print(f"- {shape}: {remote / 2**20:,.0f} MiB to other ranks from the busiest\n")
     print(heading("exchange | us | remote GB/s"))
-    for name, time in zip(names, times, strict=True):
+    for name, time in times.items():
         print(row(name, f"{time:,.0f}", f"{remote / time / 1e3:,.0f}"))
     return 0

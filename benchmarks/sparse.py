@@ -1,9 +1,9 @@
 """sparse_all_reduce beside XLA's collectives: `python -m jax_ep bench sparse`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 from jax_ep import SparseRows
 
-from .formulations import AXIS
-from .in_jit_loop import Loop, draw, microseconds, on_ranks
-from .provenance import command_line, group_header
-from .tables import heading, row
+from .in_jit_loop import AXIS, Loop, compile_loops, draw, on_ranks, take_turns
+from .provenance import command_line, heading, open_group, row
 
 SEED = 0
-LINK_GB_PER_S = 370  # of an H200's NVLink, one way
-
 KINDS = ("uniform", "Zipf", "identical")
 
 
@@ -42,11 +38,7 @@ CPU_SHAPE = Shape(1_000_000, 64, 4_000)
 GPU_SHAPE = Shape(5_000_000, 2048, 50_000)
 
 
-class Formulation(NamedTuple):
-    name: str
-    run: Callable[
-        [jax.Array, jax.Array], tuple[jax.Array, jax.Array]
-    ]  # ids, values of a rank -> ids [C], values [C, D]
+Formulation = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # of a rank's ids and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +97,7 @@ def ours(group: jax_ep.Group, num_rows: int, capacity: int, **options: Any) -> F
         out = jax_ep.sparse_all_reduce(rows, group=group, capacity=capacity, **options)
         return out.indices, out.values
 
-    how = "sharded" if options.get("sharded") else options.get("method", "auto")
-    return Formulation(f"jax_ep, {how}", run)
+    return run
 
 
 def gather_and_segment_sum(num_rows: int, capacity: int) -> Formulation:
@@ -121,7 +112,7 @@ def gather_and_segment_sum(num_rows: int, capacity: int) -> Formulation:
         indices = jnp.full(capacity, num_rows, ids.dtype).at[places].set(ids, mode="drop")
         return indices, jax.ops.segment_sum(values, places, capacity)
 
-    return Formulation("all-gather, segment_sum", run)
+    return run
 
 
 def union_and_psum(num_rows: int, capacity: int) -> Formulation:
@@ -134,11 +125,11 @@ def union_and_psum(num_rows: int, capacity: int) -> Formulation:
         rows = jnp.zeros((capacity, values.shape[1]), values.dtype).at[places].add(values, mode="drop")
         return indices, jax.lax.psum(rows, AXIS)
 
-    return Formulation("union, psum", run)
+    return run
 
 
-def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> str:
-    """Checks the formulations against each other, times them in turns and gives a markdown table."""
+def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> Iterator[str]:
+    """Checks the formulations against each other, times them in turns, and yields the lines of a table."""
     ids = draw_ids(kind, shape, group.size)
     needed = load(ids, shape.num_rows)
     capacity, own_capacity = round_up(needed.union), round_up(needed.largest_share)
@@ -146,49 +137,43 @@ def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> str:
     calls = 3 if group.platform == "cpu" else 20
     gathered = (group.size - 1) * shape.entries
     summed = 2 * capacity * (group.size - 1) / group.size
-    rows: list[tuple[Formulation, float]] = [  # with the rows that a rank receives
-        (mine(capacity, method="bitmap"), needed.replicated),
-        (mine(capacity, method="match"), needed.replicated),
-        (gather_and_segment_sum(shape.num_rows, capacity), gathered),
-        (union_and_psum(shape.num_rows, capacity), summed),
-        (mine(own_capacity, sharded=True), needed.sharded),
-    ]
+    replicated = {
+        "jax_ep, bitmap": mine(capacity, method="bitmap"),
+        "jax_ep, match": mine(capacity, method="match"),
+        "all-gather, segment_sum": gather_and_segment_sum(shape.num_rows, capacity),
+        "union, psum": union_and_psum(shape.num_rows, capacity),
+    }
+    received = [needed.replicated, needed.replicated, gathered, summed, needed.sharded]  # rows of a rank
     flat_ids, values = place_entries(ids, shape.width, group.mesh)
-    check_equal([one for one, _ in rows[:4]], group, flat_ids, values)
-    times = microseconds([Loop(one.run, (flat_ids,), values, calls) for one, _ in rows], group.mesh, repeats)
-    group.check()
-    return table(kind, shape, rows, times, on_gpu=group.platform != "cpu")
+    check_equal(replicated, group, flat_ids, values)
+    formulations = replicated | {"jax_ep, sharded": mine(own_capacity, sharded=True)}
+    loops = {name: Loop(one, (flat_ids,), values, calls) for name, one in formulations.items()}
+    times = take_turns(compile_loops(loops, group.mesh), repeats)
+    yield heading(f"{kind} ids, {shape} | us | received MB a rank | GB/s")
+    for (name, time), rows in zip(times.items(), received, strict=True):
+        size = rows * shape.row_bytes
+        yield row(name, f"{time:,.0f}", f"{size / 1e6:,.1f}", f"{size / time / 1e3:,.1f}")
 
 
-def check_equal(formulations: list[Formulation], group: jax_ep.Group, ids: jax.Array, values: jax.Array) -> None:
+def check_equal(formulations: dict[str, Formulation], group: jax_ep.Group, ids: jax.Array, values: jax.Array) -> None:
     """Raises unless all have the same ids, and sums that differ by rounding only."""
     expected = None
-    for one in formulations:
-        indices, sums = (x[: x.shape[0] // group.size] for x in on_ranks(one.run, group.mesh)(ids, values))
+    for name, one in formulations.items():
+        indices, sums = (x[: x.shape[0] // group.size] for x in on_ranks(one, group.mesh)(ids, values))
         if expected is None:
             expected = indices, sums
-        np.testing.assert_array_equal(indices, expected[0], one.name)
+        np.testing.assert_array_equal(indices, expected[0], name)
         largest = float(abs(expected[1]).max())
-        assert float(abs(sums - expected[1]).max()) <= 1e-5 * largest, one.name
-
-
-def table(kind: str, shape: Shape, rows: list[tuple[Formulation, float]], times: list[float], on_gpu: bool) -> str:
-    of_link = f" | of {LINK_GB_PER_S} GB/s" * on_gpu
-    lines = [heading(f"{kind} ids, {shape} | us | received MB a rank | GB/s{of_link}")]
-    for (one, received), time in zip(rows, times, strict=True):
-        rate = received * shape.row_bytes / time / 1e3
-        share = [f"{100 * rate / LINK_GB_PER_S:.0f}%"] * on_gpu
-        lines.append(row(one.name, f"{time:,.0f}", f"{received * shape.row_bytes / 1e6:,.1f}", f"{rate:,.1f}", *share))
-    return "\n".join(lines)
+        assert float(abs(sums - expected[1]).max()) <= 1e-5 * largest, name
 
 
 def main(arguments: list[str]) -> int:
     parser = command_line("sparse", __doc__)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of ids")
     options = parser.parse_args(arguments)
-    with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
-        print(group_header(group, "sparse", *arguments), flush=True)
+    with open_group(["sparse", *arguments]) as group:
         for kind in options.kinds:
-            shape = CPU_SHAPE if group.platform == "cpu" else GPU_SHAPE
-            print("\n" + measure(kind, shape, group, options.repeats), flush=True)
+            print()
+            for line in measure(kind, CPU_SHAPE if group.platform == "cpu" else GPU_SHAPE, group, options.repeats):
+                print(line, flush=True)
     return 0

@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 
 import jax_ep
 
-from .in_jit_loop import Loop, compile_loops, median_microseconds
+from .in_jit_loop import Loop, compile_loops, take_turns
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
-from .tables import heading, row
+from .provenance import heading, row
 
 DECODED = (1, 8, 32, 128)
 TOKENS = (*DECODED, 256, 512, 513, 1024, 2048, 8192, 32768)
@@ -25,23 +26,19 @@ Op = Callable[..., Any]
 def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
     """Each of tokens, expert ids, weights and a rank's own experts. `quick`: those of DECODING."""
 
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
-        return jax_ep.moe_mlp(tokens, ids, weights, own, group=group)[0]
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any) -> Any:
+        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts)
 
-    def shared(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> jax.Array:
-        # As if all ranks had these tokens: each computes other sums, in the same time.
-        return jax_ep.moe_mlp(tokens, ids, weights, own, group=group, shared_tokens=True)[0]
+    def exchange(*operands: Any) -> jax.Array:
+        rows, _, routing = dispatch(*operands)
+        return jax_ep.combine(rows, routing, group=group)
+
+    def layer(*operands: Any, shared_tokens: bool = False) -> jax.Array:
+        return jax_ep.moe_mlp(*operands, group=group, shared_tokens=shared_tokens)[0]
 
     def step(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> Any:
         out, pull = jax.vjp(lambda t, w, e: layer(t, ids, w, e), tokens, weights, own)
         return out, pull(tokens)
-
-    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any) -> Any:
-        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts)
-
-    def exchange(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> jax.Array:
-        rows, _, routing = dispatch(tokens, ids, weights, own)
-        return jax_ep.combine(rows, routing, group=group)
 
     def both_gradients(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> Any:
         return jax.vjp(lambda t, w: exchange(t, ids, w, own), tokens, weights)[1](tokens)
@@ -51,7 +48,8 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
         "dispatch, combine": exchange,
         "and their gradients": both_gradients,
         "layer": layer,
-        "layer, shared tokens": shared,
+        # As if all ranks had these tokens: each computes other sums, in the same time.
+        "layer, shared tokens": partial(layer, shared_tokens=True),
         "training step": step,
     }
     return {name: op for name, op in each.items() if name in DECODING} if quick else each
@@ -70,7 +68,7 @@ def run(group: jax_ep.Group, repeats: int, quick: bool) -> None:
         case = Case(dataclasses.replace(shape, tokens=tokens))
         operands = make_inputs(case.shape, make_ids(case, group.size), mesh)
         calls = FEW_CALLS if on_cpu or tokens > MANY_TOKENS else CALLS
-        loops = [Loop(op, operands, own, calls) for op in each.values()]
-        times = median_microseconds(loops, compile_loops(loops, mesh), repeats)
-        print(row(f"{tokens:,}", *(f"{time:,.1f}" for time in times)), flush=True)
+        loops = {name: Loop(op, operands, own, calls) for name, op in each.items()}
+        times = take_turns(compile_loops(loops, mesh), repeats)
+        print(row(f"{tokens:,}", *(f"{time:,.1f}" for time in times.values())), flush=True)
     group.check()

@@ -11,7 +11,7 @@ import helpers
 import jax
 import matrix_forms
 import numpy as np
-from test_matrix import OPS, directions, drawn, gradient, on_ranks, opened
+from test_matrix import OPS, directions, drawn, gradient, opened
 
 
 def results() -> dict[str, np.ndarray]:
@@ -26,7 +26,7 @@ def results() -> dict[str, np.ndarray]:
                     continue
                 with opened(form) as group:
                     operands = drawn(form, options is matrix_forms.LAYER, group.size, False, rng)
-                    given = on_ranks((*operands[:2], *directions(operands, rng)), group)
+                    given = helpers.on_mesh(group.mesh, (*operands[:2], *directions(operands, rng)))
                     function = body(form, group)
                     program = helpers.per_rank(lambda *x, f=function: gradient(f, *x), group.mesh)
                     for i, x in enumerate(jax.tree.leaves(helpers.fetch(program(*given)))):

@@ -44,14 +44,18 @@ class DenseTraining:
         self.optimizer, self.table = DENSE[name](0.1), jnp.asarray(wide(table), jnp.float32)
         self.state = self.optimizer.init(self.table)
 
-    def update(self, gradient: np.ndarray, touched: np.ndarray) -> None:
-        updates, state = self.optimizer.update(jnp.asarray(gradient, jnp.float32), self.state, self.table)
+        self.step = jax.jit(self._step)
+
+    def update(self, gradient: Any, touched: np.ndarray) -> None:
+        self.table, self.state = self.step(np.float32(gradient), touched, self.table, self.state)
+
+    def _step(self, gradient: jax.Array, touched: jax.Array, table: Any, state: Any) -> Any:
+        updates, new = self.optimizer.update(gradient, state, table)
 
         def kept(now: Any, before: Any) -> Any:
-            return jnp.where(jnp.asarray(touched)[:, None], now, before) if now.ndim else now
+            return jnp.where(touched[:, None], now, before) if now.ndim else now
 
-        new = jax.tree.map(kept, (self.table + updates, state), (self.table, self.state))
-        self.table, self.state = new
+        return jax.tree.map(kept, (table + updates, new), (table, state))
 
     @property
     def leaves(self) -> list[Any]:

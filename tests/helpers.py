@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from jax_ep.backends import KernelBackend
 from jax_ep.runtime import topology
 from jax_ep.runtime.native import NativeGroup
 
+ROOT = Path(__file__).resolve().parents[1]
 LATE_TOKENS = 1100  # of a rank: more than set off before their rows are known
 SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
 SIZES = (1, 2, 4, 8)
@@ -72,6 +74,16 @@ def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
 
 
+def on_mesh(mesh: Mesh, x: Any) -> Any:
+    """[R, ...] with the mesh's axes as leading axes."""
+    return jax.tree.map(lambda leaf: leaf.reshape(*mesh.devices.shape, *leaf.shape[1:]), x)
+
+
+def by_rank(mesh: Mesh, x: Any) -> Any:
+    """The reverse of `on_mesh`."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[mesh.devices.ndim :]), x)
+
+
 def let_kernels_cross_cpu_processes() -> None:
     """Lets groups of several CPU processes run kernels, for tests that run one op at a time."""
     topology.spans_processes = lambda mesh, axes: False
@@ -107,20 +119,40 @@ def own_threads() -> int:
     return native + sum(thread.name.startswith("jax_ep") for thread in threading.enumerate())
 
 
-def new_python(here: str, script: str, *arguments: str) -> list[str]:
-    """The command that runs a script in a new process, which knows the test module of this name as `here`."""
-    folder = Path(__file__).parent
-    paths = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(folder.parent)!r}]\n"
-    modules = f"import conftest, helpers, jax, {here} as here\nfrom jax_ep import Group\n"
-    return [sys.executable, "-c", paths + modules + script, *arguments]
+def environment(**changes: str) -> dict[str, str]:
+    """Of a new process, which has the sources at hand, and no GPUs where this one has none."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    platforms = {"JAX_PLATFORMS": "cpu"} if jax.default_backend() == "cpu" else {}
+    return os.environ | {"PYTHONPATH": paths} | platforms | changes
 
 
-def in_new_process(here: str, script: str, *arguments: str) -> str:
-    """What the script prints."""
-    command = new_python(here, script, *arguments)
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, seconds: float = 240, **variables: str) -> str:
+    """All that a new Python prints, which must end with this code."""
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert run.returncode == exit_code, run.stdout
     return run.stdout
+
+
+def knowing(here: str, script: str) -> str:
+    """The script for a new Python, which knows the test module of this name as `here`."""
+    paths = f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT)!r}]\n"
+    return paths + f"import conftest, helpers, jax, {here} as here\nfrom jax_ep import Group\n" + script
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing came about in {seconds} s"
+        time.sleep(0.01)
 
 
 def gpu_megabytes() -> int:
@@ -190,13 +222,13 @@ def expanded(out: Dispatched) -> Dispatched:
 
 
 def round_trip(
-    group: Group, *, implementation: Implementation, **options: Any
+    group: Group, *, implementation: Implementation = "auto", experts: Any = lambda rows: rows, **options: Any
 ) -> Callable[..., tuple[Dispatched, jax.Array]]:
-    """On one rank, (tokens, ids, weights) -> (Dispatched, combine of the very rows that arrived)."""
+    """On one rank, (tokens, ids, weights) -> (Dispatched, combine of what `experts` make of the rows that arrived)."""
 
     def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array | None) -> tuple[Dispatched, jax.Array]:
         out = expanded(dispatch(tokens, ids, weights, group=group, implementation=implementation, **options))
-        return out, combine(out.rows, out.routing, group=group, implementation=implementation)
+        return out, combine(experts(out.rows), out.routing, group=group, implementation=implementation)
 
     return both
 
@@ -253,12 +285,25 @@ def wide(x: Any) -> np.ndarray:
     return array if array.dtype.kind in "iub" else array.astype(np.float32)
 
 
+def relative(found: Any, expected: np.ndarray) -> float:
+    """The distance, of the length of what was expected."""
+    return float(np.linalg.norm(wide(found) - expected) / np.linalg.norm(expected))
+
+
 def bits(results: Any) -> list[bytes]:
     def of_array(x: Any) -> bytes:
         is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
     return [of_array(x) for x in jax.tree.leaves(results)]
+
+
+def assert_same_bits_again(program: Callable[..., Any], operands: Any, times: int) -> Any:
+    """The results of a program, which gives the same ones so many times more."""
+    first = fetch(program(*operands))
+    for run in range(times):
+        assert bits(fetch(program(*operands))) == bits(first), f"run {run + 2} differs"
+    return first
 
 
 def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: str = "xla") -> None:

@@ -1,4 +1,4 @@
-"""Ranks that call the ops differently: in the processes of `processes_worker.py`, and in `test_mismatch.py`."""
+"""Ranks that call the ops differently: in the processes of `processes_worker.py` and `nodes_worker.py`."""
 
 import contextlib
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jax_ep import (
     Group,
+    Implementation,
     MismatchError,
     PeerLostError,
     SparseRows,
@@ -25,15 +26,19 @@ from jax_ep.lax import ragged_all_to_all
 EXPERTS, TOP_K, ROWS = 8, 2, 50
 
 
-def dispatched(group: Group, x: jax.Array) -> jax.Array:
-    ids = (jnp.arange(x.shape[0] * TOP_K, dtype=jnp.int32) % EXPERTS).reshape(-1, TOP_K)
-    out = dispatch(x, ids, group=group, num_experts=EXPERTS, capacity=4096, implementation="ffi")
+def ids_of(x: jax.Array) -> jax.Array:
+    return (jnp.arange(x.shape[0] * TOP_K, dtype=jnp.int32) % EXPERTS).reshape(-1, TOP_K)
+
+
+def dispatched(group: Group, x: jax.Array, **options: Any) -> jax.Array:
+    given: dict[str, Any] = {"num_experts": EXPERTS, "capacity": 4096, "implementation": "ffi"} | options
+    out = dispatch(x, ids_of(x), group=group, **given)
     return jnp.sum(out.rows.astype(jnp.float32), axis=1)
 
 
-def multiplied(group: Group, x: jax.Array) -> jax.Array:
+def multiplied(group: Group, x: jax.Array, implementation: Implementation = "ffi") -> jax.Array:
     x = x.astype(jnp.bfloat16)
-    return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation="ffi").astype(jnp.float32), axis=1)
+    return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation=implementation).astype(jnp.float32), axis=1)
 
 
 def reduced(group: Group, x: jax.Array) -> jax.Array:

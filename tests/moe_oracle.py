@@ -97,6 +97,13 @@ def gated_experts(
     return found if any(bias is not None for bias in biases) else found[:2]
 
 
+def routed(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best experts of each token, and their softmax."""
+    ids = np.argsort(-logits, axis=1)[:, :top_k]
+    powers = np.exp(np.take_along_axis(logits, ids, axis=1))
+    return ids, powers / powers.sum(axis=1, keepdims=True)
+
+
 def errors(found: Layer, exact: Layer) -> Layer:
     """The distance of each gradient from the exact one, of the length of that: what is left after all roundings."""
 

@@ -6,15 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helpers
 import jax
 import jax.numpy as jnp
+import mismatch_cases
 import moe_oracle
 import numpy as np
-import oracle
 import pytest
 import sparse_cases
 import test_nodes
@@ -30,10 +31,6 @@ from jax_ep import (
     PeerLostError,
     PeerTimeoutError,
     PlatformError,
-    SparseRows,
-    dispatch,
-    matmul_all_reduce,
-    sparse_all_reduce,
 )
 from jax_ep.__main__ import load
 
@@ -46,7 +43,7 @@ FLOAT8: dict[str, Any] = {"wire": "float8"}
 
 def spread(group: Group, x: np.ndarray) -> jax.Array:
     """[R, ...] as [N, L, ...], a rank's part on every device, each process putting its own."""
-    return helpers.spread(group.mesh, x.reshape(group.nodes, -1, *x.shape[1:]))
+    return helpers.spread(group.mesh, helpers.on_mesh(group.mesh, x))
 
 
 def gathered(results: Any) -> Any:
@@ -61,24 +58,14 @@ def run(group: Group, case: helpers.Case, **options: Any) -> Any:
 
 
 def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
-    out, combined = run(group, case, implementation="ffi", **options)
-    alignment = options.get("alignment", 1)
-    capacity = out.rows.shape[1]
-    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=capacity, alignment=alignment, fp8=fp8)
-    test_nodes.assert_flat(test_nodes.flat(out, group), expected, float8=fp8)
-    arrived = out.rows if fp8 else expected.rows  # XLA's division may round a value to the other neighbour
-    helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
+    found = run(group, case, implementation="ffi", **options)
+    test_nodes.assert_there_and_back(found, group, case, fp8=fp8, alignment=options.get("alignment", 1))
     group.check()
 
 
 def check_room_on_the_way(group: Group, case: helpers.Case, node_capacity: int) -> None:
-    travels = test_nodes.first_for_each_node(case.ids, group.nodes, node_capacity)
-    kept = case._replace(ids=np.where(travels, case.ids, -1))
-    out, combined = run(group, case, implementation="ffi", nodes=NodeOptions(node_capacity), on_overflow="drop")
-    expected = oracle.dispatch(*kept, num_experts=EXPERTS, capacity=out.rows.shape[1])
-    np.testing.assert_array_equal(out.rows, expected.rows)
-    np.testing.assert_array_equal(out.routing.dropped[:, 0], (~travels & (case.ids >= 0)).sum(axis=(1, 2)))
-    helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)
+    found = run(group, case, implementation="ffi", nodes=NodeOptions(node_capacity), on_overflow="drop")
+    test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
 
 
 def check_overflow(group: Group, case: helpers.Case) -> None:
@@ -92,27 +79,46 @@ def check_overflow(group: Group, case: helpers.Case) -> None:
 
 def check_mismatch(mesh: jax.sharding.Mesh) -> None:
     """The last process calls what process 0 does not: all are told, none hangs or aborts, and the group goes on."""
-    rng = np.random.default_rng(helpers.SEED)
     odd = jax.process_index() == jax.process_count() - 1
     with open_group(mesh, 60) as group:
-        case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
         last = group.size - group.size // group.nodes
-        called = calls(group, case)
-        programs = {name: helpers.per_rank(body, mesh) for name, (body, _, _) in called.items()}
         for ours, theirs in MISMATCHES:
-            seen, name = (
-                f"rank 0 calls {called[ours][2]}.*; rank {last} calls {called[theirs][2]}",
-                theirs if odd else ours,
-            )
+            seen = f"rank 0 calls {CALLS[ours][2]}.*; rank {last} calls {CALLS[theirs][2]}"
+            op, tokens, _ = CALLS[theirs if odd else ours]
+            program = helpers.per_rank(lambda x, op=op: op(group, x), mesh)
             start = time.monotonic()
             with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=seen):
-                jax.block_until_ready(programs[name](*(spread(group, x) for x in called[name][1])))
+                jax.block_until_ready(program(spread(group, np.ones((group.size, tokens, HIDDEN), np.float32))))
             with pytest.raises(MismatchError, match=seen):
                 group.check()
             print(f"{ours}, {theirs}: told after {time.monotonic() - start:.2f} s, with compiling", flush=True)
-        check_round_trip(group, case)
+        rng = np.random.default_rng(helpers.SEED)
+        check_round_trip(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
 
 
+def twice(group: Group, x: jax.Array) -> jax.Array:
+    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi"), mismatch_cases.ids_of(x)
+    return both(both(x, ids, None)[1], ids, None)[1]
+
+
+def gradient(group: Group, x: jax.Array) -> jax.Array:
+    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi"), mismatch_cases.ids_of(x)
+    return jax.grad(lambda x: jnp.sum(both(x, ids, None)[1] ** 2))(x)
+
+
+in_chunks = partial(mismatch_cases.dispatched, nodes=NodeOptions(chunks=2))
+multiplied = partial(mismatch_cases.multiplied, implementation="xla")
+# On a rank, with so many tokens or entries, and what an error says of it.
+CALLS: dict[str, tuple[Callable[[Group, jax.Array], jax.Array], int, str]] = {
+    "dispatch": (mismatch_cases.dispatched, TOKENS, f"dispatch num_tokens={TOKENS} .*float32 chunks=1 "),
+    "fewer tokens": (mismatch_cases.dispatched, 4, "dispatch num_tokens=4 .*float32 chunks=1 "),
+    "in chunks": (in_chunks, TOKENS, f"dispatch num_tokens={TOKENS} .*float32 chunks=2 "),
+    "product": (multiplied, TOKENS, "matmul_all_reduce lhs="),
+    "sparse": (mismatch_cases.reduced, 8, f"sparse_all_reduce entries=8 columns={HIDDEN} .* capacity=50 "),
+    "more entries": (mismatch_cases.reduced, 9, f"sparse_all_reduce entries=9 columns={HIDDEN} .* capacity=50 "),
+    "gradient": (gradient, TOKENS, "gradient of combine "),
+    "twice": (twice, TOKENS, "dispatch "),
+}
 MISMATCHES = [
     ("dispatch", "fewer tokens"),
     ("dispatch", "in chunks"),
@@ -121,44 +127,6 @@ MISMATCHES = [
     ("sparse", "more entries"),
     ("gradient", "twice"),
 ]
-Called = tuple[Callable[..., Any], Sequence[np.ndarray], str]  # on a rank, the operands, and what an error says of it
-
-
-def calls(group: Group, case: helpers.Case) -> dict[str, Called]:
-    def moe(tokens: int, chunks: int = 1) -> Called:
-        def body(x: jax.Array, ids: jax.Array) -> jax.Array:
-            options: dict[str, Any] = {"num_experts": EXPERTS, "nodes": NodeOptions(chunks=chunks)}
-            return dispatch(x, ids, group=group, **options).group_sizes
-
-        seen = f"dispatch num_tokens={tokens} .*float32 chunks={chunks} "
-        return body, [case.tokens[:, :tokens], case.ids[:, :tokens]], seen
-
-    def sparse(entries: int) -> Called:
-        def body(ids: jax.Array, values: jax.Array) -> jax.Array:
-            rows = SparseRows.from_entries(ids, values, num_rows=SPARSE_ROWS)
-            return sparse_all_reduce(rows, group=group, capacity=20, sharded=True).count
-
-        seen = f"sparse_all_reduce entries={entries} columns=5 .* capacity=20 .* sharded=True "
-        return body, [np.zeros((group.size, entries), np.int32), np.ones((group.size, entries, 5), np.float32)], seen
-
-    def twice(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
-        return both(both(tokens, ids, weights)[1], ids, weights)[1]
-
-    def gradient(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
-        return jax.grad(lambda tokens: jnp.sum(both(tokens, ids, weights)[1] ** 2))(tokens)
-
-    return {
-        "dispatch": moe(TOKENS),
-        "fewer tokens": moe(4),
-        "in chunks": moe(TOKENS, 2),
-        "product": (lambda x: matmul_all_reduce(x, x.T, group=group), [case.tokens], "matmul_all_reduce lhs="),
-        "sparse": sparse(8),
-        "more entries": sparse(9),
-        "gradient": (gradient, case, "gradient of combine "),
-        "twice": (twice, case, "dispatch "),
-    }
 
 
 def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
@@ -205,7 +173,6 @@ def check_sparse(group: Group, rng: np.random.Generator) -> None:
 def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
     assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
     assert group._resolve("dispatch", "auto", serves_nodes=True) == "ffi"
-    assert group._resolve("ragged_all_to_all", "auto") == "xla"
     if on_cpu():
         with Group(group.mesh, "node", timeout=60) as between, pytest.raises(PlatformError, match="mentation='xla'"):
             between._resolve("dispatch", "ffi", serves_nodes=True)
@@ -359,11 +326,7 @@ def drop(mesh: jax.sharding.Mesh, groups: int) -> None:
     for _ in range(groups):
         open_group(mesh, 60)
     gc.collect()
-    deadline = time.monotonic() + 10
-    while helpers.own_threads() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    print(f"{helpers.own_threads() - before} threads more after {groups} groups", flush=True)
-    assert helpers.own_threads() <= before
+    helpers.wait_until(lambda: helpers.own_threads() <= before, 10)
 
 
 def leave() -> None:

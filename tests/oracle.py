@@ -3,6 +3,7 @@
 Every array has a leading axis of ranks.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ def dispatch(
     tokens: Array, ids: Array, weights: Array, *, num_experts: int, capacity: int, alignment: int = 1, fp8: bool = False
 ) -> Expected:
     size, num_tokens, top_k = ids.shape
-    local = num_experts // size
+    local, sent = num_experts // size, through_fp8(tokens)[0] if fp8 else tokens
     assigned: list[list[tuple[int, int, int]]] = [[] for _ in range(num_experts)]
     out = Expected(
         rows=np.zeros((size, capacity, tokens.shape[2]), tokens.dtype),
@@ -69,8 +70,7 @@ def dispatch(
                     out.dropped[source] += 1
                     continue
                 left[source] -= 1
-                sent = tokens[source, token]
-                out.rows[rank, row] = through_fp8(sent)[0] if fp8 else sent
+                out.rows[rank, row] = sent[source, token]
                 out.targets[source, token, k] = rank * capacity + row
                 out.row_of[rank, source, token, k] = row
                 out.weights[rank, source, token, k] = weights[source, token, k]
@@ -91,18 +91,17 @@ def deal(asked: Sequence[int], room: int, first: int = 0) -> list[int]:
     return given
 
 
-def through_fp8(row: Array) -> tuple[Array, Array]:
-    """A row [H] after its way through float8_e4m3fn, and the scale of each of its values."""
-    arrived, scales = np.empty_like(row), np.empty(row.shape, np.float32)
-    for start in range(0, len(row), FP8_BLOCK):
-        block = slice(start, start + FP8_BLOCK)
-        values = row[block].astype(np.float32)
-        largest = np.max(np.abs(values))
-        scale = np.float32(1) if largest == 0 else np.float32(largest / np.float32(448))
-        inverse = np.float32(1) if largest == 0 else min(np.float32(448) / largest, np.finfo(np.float32).max)
-        arrived[block] = ((values * inverse).astype(FP8).astype(np.float32) * scale).astype(row.dtype)
-        scales[block] = scale
-    return arrived, scales
+def through_fp8(x: Array, *block: int) -> tuple[Array, Array]:
+    """`x` after its way through float8_e4m3fn in blocks of its last axes, of rows [128]; and each value's scale."""
+    block = block or (FP8_BLOCK,)
+    parts = [part for n, size in zip(x.shape[-len(block) :], block, strict=True) for part in (n // size, size)]
+    blocks = x.astype(np.float32).reshape(*x.shape[: -len(block)], *parts)
+    largest = np.abs(blocks).max(axis=tuple(range(-1, -2 * len(block), -2)), keepdims=True)
+    scales = np.where(largest == 0, np.float32(1), largest / np.float32(448))
+    with np.errstate(divide="ignore"):
+        inverse = np.where(largest == 0, np.float32(1), np.minimum(np.float32(448) / largest, np.finfo(np.float32).max))
+    arrived = (blocks * inverse).astype(FP8).astype(np.float32) * scales
+    return arrived.reshape(x.shape).astype(x.dtype), np.broadcast_to(scales, blocks.shape).reshape(x.shape)
 
 
 def combine(outputs: Array, targets: Array, weights: Array) -> Array:
@@ -177,12 +176,28 @@ def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices)
     return d_operand, d_output
 
 
+def ranges(sizes: Sequence[int], rows: int) -> list[slice]:
+    """The rows of each group; the sizes may name more than there are."""
+    ends = np.minimum(np.cumsum(sizes), rows)
+    return [slice(begin, end) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def ragged_dot(lhs: Array, rhs: Array, sizes: Sequence[int]) -> Array:
+    """The rows of each group times its matrix in `rhs` [G, K, N], in float64; zero behind them."""
+    out = np.zeros((len(lhs), rhs.shape[2]))
+    for rows, matrix in zip(ranges(sizes, len(lhs)), rhs, strict=True):
+        out[rows] = lhs[rows].astype(np.float64) @ matrix.astype(np.float64)
+    return out
+
+
+def ragged_dot_gradients(lhs: Array, rhs: Array, sizes: Sequence[int], cotangent: Array) -> tuple[Array, Array]:
+    d_rhs = np.zeros(rhs.shape)
+    for group, rows in enumerate(ranges(sizes, len(lhs))):
+        d_rhs[group] = lhs[rows].astype(np.float64).T @ cotangent[rows].astype(np.float64)
+    return ragged_dot(cotangent, rhs.swapaxes(1, 2), sizes), d_rhs
+
+
 def grouped_product(arrived: Expected, rhs: np.ndarray) -> np.ndarray:
     """The rows of each expert times its matrix in `rhs` [R, E / R, H, N], zero behind them: [R, C, N] in its dtype."""
-    out = np.zeros((*arrived.rows.shape[:2], rhs.shape[3]), rhs.dtype)
-    ends = np.cumsum(arrived.group_sizes, axis=1)
-    for rank, expert in np.ndindex(*ends.shape):
-        rows = slice(ends[rank, expert] - arrived.group_sizes[rank, expert], ends[rank, expert])
-        exact = arrived.rows[rank, rows].astype(np.float32) @ rhs[rank, expert].astype(np.float32)
-        out[rank, rows] = exact.astype(rhs.dtype)
-    return out
+    each = zip(arrived.rows, rhs, arrived.group_sizes, strict=True)
+    return np.stack([ragged_dot(*of_rank) for of_rank in each]).astype(rhs.dtype)

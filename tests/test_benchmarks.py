@@ -64,20 +64,18 @@ def test_decoding_is_part_of_the_sweep(
 def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
     layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
-    result = layer.measure(cases.Model("any", shape, 48), "Zipf", group, layer.Options(quick=True))
+    result = layer.measure(cases.Model("any", shape, 48), "Zipf", group, quick=True)
     busiest = np.bincount(cases.make_ids(cases.Case(shape, "Zipf"), 2).ravel() // 4).max()
-    matrices = 2 * 3 * 4 * 64 * 48  # bytes of a rank's four experts, and of their gradients
+    matrices = 2 * 3 * 4 * 64 * 48  # bytes of the gradients of a rank's four experts
     assert result.flops == 2 * 3 * busiest * 64 * 48
-    assert result.operand_bytes == matrices + 32 * (2 * 64 + 2 * (4 + 4))
-    assert result.held[layer.DISPATCH, layer.FORWARD] == 2 * 64 * 128 * -(-busiest // 128)
-    assert result.held[layer.OURS, layer.FORWARD] > result.held[layer.DISPATCH, layer.FORWARD]
-    assert result.held[layer.OURS, layer.STEP] > result.held[layer.OURS, layer.FORWARD] > 0
+    assert result.held[layer.OURS, layer.FORWARD] > 2 * 64 * busiest  # its rows
+    assert result.held[layer.OURS, layer.STEP] > result.held[layer.OURS, layer.FORWARD]
     assert result.held[layer.OURS, layer.STEP] > matrices
 
     alone = 1e-6 * result.flops / 400  # us at 400 TFLOP/s
     result.times.update({(layer.PRODUCTS, layer.FORWARD): alone, (layer.OURS, layer.STEP): 4 * 3 * alone})
-    assert layer.half(result, layer.OURS, layer.STEP)[2:] == ["4.000", "100"]
-    assert layer.half(result, layer.PRODUCTS, layer.STEP)[1:] == ["0.0", "1.000", "400"]
+    assert layer.half(result, layer.OURS, layer.STEP)[1:] == ["4.000", "100"]
+    assert layer.half(result, layer.PRODUCTS, layer.STEP)[1:] == ["1.000", "400"]
 
 
 @pytest.mark.parametrize("formulation", ["ours", "padded"])

@@ -27,57 +27,6 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
-PRODUCT = {"m": 4, "n": 8, "k": 8, "transpose_rhs": False}
-DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"top_k": -1}, "dispatch: top_k must be an integer of at least 0 and at most 2147483647, got -1"),
-        ({"top_k": 2**31}, "dispatch: top_k must be an integer of at least 0 and at most 2147483647, got 2147483648"),
-        ({"drop": 1}, "dispatch: drop must be True or False, got none"),
-        ({"dtype": "int8"}, "dispatch: dtype must be bfloat16, float16 or float32, got int8"),
-        ({"alignment": 0}, "dispatch: alignment must be positive, got 0"),
-        ({"num_experts": 3}, "dispatch: num_experts must be a multiple of 2 ranks, got 3"),
-        ({"num_experts": 5000}, "dispatch: num_experts must be at most 4096, got 5000"),
-        ({"wire": "float8", "hidden": 200}, "dispatch: hidden must be a multiple of 128 where .* float8, got 200"),
-        ({"wire": "int8"}, "dispatch: wire must be plain, float8 or float8_rows, got int8"),
-        ({"alignment": 3}, "dispatch: capacity must be a multiple of alignment 3, got 8"),
-        ({"num_tokens": 2**30}, "dispatch: num_tokens . top_k must be below 2..31 / 2 ranks, got 2147483648"),
-        ({"capacity": 2**30}, "dispatch: capacity must be below 2..31 / 2 ranks, got 1073741824"),
-        (
-            {"alignment": 2**30, "capacity": 0},
-            "dispatch: rows with their padding must be fewer than 2..31, got 2147483660",
-        ),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        types_of("dispatch", **{"dtype": "float32", **DISPATCH, **settings})
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"m": 0}, "m must be at least 1, got 0"),
-        ({"m": 2**30}, "m must be below 2..31 / 2 ranks, got 1073741824"),
-        ({"dtype": "float16"}, "dtype must be that of the operands, bfloat16, or float32, got float16"),
-    ],
-)
-def test_products_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^all_gather_matmul: {message}$"):
-        types_of("gather_matmul", **PRODUCT | DTYPES | settings)
-
-
-@pytest.mark.parametrize(("operand_rows", "row_bytes"), [(2**31, 4), (4, 2**32), (2**33, 2**31)])
-def test_slices_that_cannot_be(operand_rows: int, row_bytes: int) -> None:
-    with pytest.raises(
-        ValueError, match=r"^ragged_all_to_all: (operand_rows|row_bytes) must be below (2..31|4 GiB), got"
-    ):
-        types_of("ragged_all_to_all", slices=1, operand_rows=operand_rows, result_rows=4, row_bytes=row_bytes)
-
-
 def call_scatter(
     group: Group, operands: list[Any], received: tuple[int, int], release: str = __version__, **change: int | None
 ) -> Any:
@@ -130,27 +79,6 @@ def test_a_call_that_does_not_fit_says_what(
     group = open_group(RANKS)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"scatter: {message}"):
         helpers.fetch(call_scatter(group, operands, received, **change))
-    group.check()
-
-
-def test_ids_out_of_bounds_are_no_ids(open_group: OpenGroup) -> None:
-    """Places and bounds that no union gives are protocol/sparse_bounds_test.cc's."""
-    union = {"entries": 4, "num_rows": 100, "capacity": 4}
-    types, group = types_of("sparse_union", sharded=False, **union), open_group(RANKS)
-
-    def body(ids: jax.Array, missing: jax.Array) -> dict[str, jax.Array]:
-        call = jax.ffi.ffi_call("jax_ep_sparse_union", [vary.result_type(tuple(s), t, ids) for _, t, s in types])
-        sizes = {name: np.int64(size) for name, size in (union | {"group": helpers.native(group).id}).items()}
-        return dict(
-            zip((name for name, *_ in types), call(ids, missing, sharded=False, **sizes, **RELEASE), strict=True)
-        )
-
-    ids = np.array([[3, -(2**31), 2**31 - 1, 100]] * RANKS, np.int32)
-    found = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, np.zeros((RANKS, 2), np.int32)))
-    for rank in range(RANKS):
-        np.testing.assert_array_equal(found["indices"][rank], [3, 100, 100, 100])
-        np.testing.assert_array_equal(found["places"][rank], [[0, 1, 1, 1]] * RANKS)
-        np.testing.assert_array_equal(found["bounds"][rank], [0, 1, 1])
     group.check()
 
 
@@ -290,9 +218,41 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
             helpers.fetch(call_grouped(case, arrays, result))
 
 
+DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
+# Of ops but for grouped products; by name.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "dispatch": {"dtype": "float32", **DISPATCH},
+    "gather_matmul": {"m": 4, "n": 8, "k": 8, "transpose_rhs": False, **DTYPES},
+    "ragged_all_to_all": {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 4},
+}
+
+
 @pytest.mark.parametrize(
     ("case", "change", "message"),
     [
+        ("dispatch", {"top_k": -1}, "top_k must be an integer of at least 0 and at most 2147483647, got -1"),
+        ("dispatch", {"top_k": 2**31}, "top_k must be an integer of at least 0 and at most 2147483647, got 2147483648"),
+        ("dispatch", {"drop": 1}, "drop must be True or False, got none"),
+        ("dispatch", {"dtype": "int8"}, "dtype must be bfloat16, float16 or float32, got int8"),
+        ("dispatch", {"alignment": 0}, "alignment must be positive, got 0"),
+        ("dispatch", {"num_experts": 3}, "num_experts must be a multiple of 2 ranks, got 3"),
+        ("dispatch", {"num_experts": 5000}, "num_experts must be at most 4096, got 5000"),
+        ("dispatch", {"wire": "float8", "hidden": 200}, "hidden must be a multiple of 128 where .* float8, got 200"),
+        ("dispatch", {"wire": "int8"}, "wire must be plain, float8 or float8_rows, got int8"),
+        ("dispatch", {"alignment": 3}, "capacity must be a multiple of alignment 3, got 8"),
+        ("dispatch", {"num_tokens": 2**30}, "num_tokens . top_k must be below 2..31 / 2 ranks, got 2147483648"),
+        ("dispatch", {"capacity": 2**30}, "capacity must be below 2..31 / 2 ranks, got 1073741824"),
+        ("dispatch", {"alignment": 2**30, "capacity": 0}, "rows with their .* fewer than 2..31, got 2147483660"),
+        ("gather_matmul", {"m": 0}, "m must be at least 1, got 0"),
+        ("gather_matmul", {"m": 2**30}, "m must be below 2..31 / 2 ranks, got 1073741824"),
+        (
+            "gather_matmul",
+            {"dtype": "float16"},
+            "dtype must be that of the operands, bfloat16, or float32, got float16",
+        ),
+        ("ragged_all_to_all", {"operand_rows": 2**31}, "operand_rows must be below 2..31, got"),
+        ("ragged_all_to_all", {"row_bytes": 2**32}, "row_bytes must be below 4 GiB, got"),
+        ("ragged_all_to_all", {"operand_rows": 2**33, "row_bytes": 2**31}, "operand_rows must be below 2..31, got"),
         ("rows", {"m": 0}, "m must be at least 1, got 0"),
         ("rows", {"n": 12, "columns": 12}, "n must be a multiple of 8, got 12"),
         ("rows", {"operand_dtype": "float32"}, "operand_dtype must be bfloat16, float16 or float8_e4m3fn, got float32"),
@@ -333,6 +293,9 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
         ("gated float8", {"groups": 2**30}, "groups must be at most 536870911, got 1073741824"),
     ],
 )
-def test_grouped_products_that_cannot_be(case: str, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^grouped_matmul: {message}"):
-        types_of("grouped_matmul", **settings_of(case, **change))
+def test_settings_that_cannot_be(case: str, change: dict[str, Any], message: str) -> None:
+    op = case if case in SETTINGS else "grouped_matmul"
+    settings = SETTINGS[case] | change if case in SETTINGS else settings_of(case, **change)
+    name = "all_gather_matmul" if op == "gather_matmul" else op
+    with pytest.raises(ValueError, match=f"^{name}: {message}"):
+        types_of(op, **settings)

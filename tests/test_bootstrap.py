@@ -8,10 +8,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import wait_until
 
 from jax_ep import PeerLostError, PeerTimeoutError
 from jax_ep.runtime import bootstrap
@@ -60,13 +61,6 @@ def answer(caller: socket.socket) -> bytes:
 
 def traces() -> set[Path]:
     return {path for folder in ("/tmp", "/dev/shm") for path in Path(folder).iterdir() if "jax_ep" in path.name}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_descriptors_go_round_and_nothing_is_left() -> None:

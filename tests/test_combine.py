@@ -1,14 +1,17 @@
 """combine against the oracle, and what must not influence it: order, padding, NaN of others, where it runs."""
 
+from typing import Any
+
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import DTYPES, Case
 
-from jax_ep import Dispatched, Group, Implementation, combine, dispatch
+from jax_ep import Dispatched, Group, Implementation
 
 SIZE, EXPERTS = 4, 16
 
@@ -17,16 +20,9 @@ def given_outputs(group: Group, implementation: Implementation):
     """A program (tokens, ids, weights, outputs) -> combine of `outputs`, whatever was dispatched."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array) -> jax.Array:
-        out = dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=EXPERTS,
-            capacity=outputs.shape[0],
-            implementation=implementation,
-        )
-        return combine(outputs, out.routing, group=group, implementation=implementation)
+        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
+        both = helpers.round_trip(group, experts=lambda _: outputs, capacity=outputs.shape[0], **options)
+        return both(tokens, ids, weights)[1]
 
     return helpers.per_rank(body, group.mesh)
 
@@ -84,9 +80,10 @@ def test_nan_stays_in_its_token(
     """Values and gradients, through an expert whose derivative depends on its input."""
     group = open_group(SIZE)
 
+    both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS, implementation=implementation)
+
     def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[Dispatched, jax.Array]]:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        combined = combine(out.rows**2, out.routing, group=group, implementation=implementation)
+        out, combined = both(tokens, ids, weights)
         return combined.sum(), (out, combined)
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)

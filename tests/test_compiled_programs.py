@@ -43,7 +43,7 @@ def assert_right(program: Callable[..., Any], case: helpers.Case) -> None:
 def in_new_process(script: str, *arguments: str) -> str:
     helpers.mesh_of(ep=4)  # or the test is skipped
     opening = "open_group = lambda size: Group(helpers.mesh_of(ep=size), 'ep', timeout=10.0)\n"
-    return helpers.in_new_process(__name__, opening + script, *arguments)
+    return helpers.run_python("-c", helpers.knowing(__name__, opening + script), *arguments)
 
 
 def save(group: Group, path: Path) -> helpers.Case:

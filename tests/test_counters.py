@@ -11,7 +11,7 @@ import pytest
 import sparse_cases
 from conftest import OpenGroup
 
-from jax_ep import Group, combine, dispatch
+from jax_ep import Group, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 24, 3, 256
@@ -54,12 +54,9 @@ def test_dispatch(
 def test_combine_and_gradients(tokens: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(4)
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
-
-    def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
-        return combine(out.rows, out.routing, group=group, implementation="ffi").sum()
-
-    helpers.fetch(helpers.per_rank(jax.value_and_grad(loss), group.mesh)(*case))
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+    loss = jax.value_and_grad(lambda *x: both(*x)[1].sum())
+    helpers.fetch(helpers.per_rank(loss, group.mesh)(*case))
     there = tokens_between(case, 4)
     # There and back, and both ways again for the gradients.
     np.testing.assert_array_equal(received(group), 2 * (there + there.T) * HIDDEN * 4)

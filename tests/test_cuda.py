@@ -2,8 +2,6 @@
 where owners fetch, and beside NCCL, checked on the devices."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +30,8 @@ def test_without_command_buffers() -> None:
     """Every kernel launched by its handler, none by a CUDA graph."""
     check = f"{Path(__file__).parent}/test_beside_collectives.py::test_in_one_program[2-True]"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", check],
-        cwd=Path(__file__).parents[1],
-        env=os.environ | {"XLA_FLAGS": flags.strip()},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 passed" in result.stdout
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider")
+    assert "1 passed" in helpers.run_python("-m", "pytest", *options, check, seconds=500, XLA_FLAGS=flags.strip())
 
 
 def test_a_captured_program_of_a_closed_group_delivers_nothing(open_group: OpenGroup, rng: np.random.Generator) -> None:

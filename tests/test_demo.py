@@ -1,8 +1,6 @@
 """The examples train, and alike on every platform and with every implementation."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,15 +10,13 @@ import helpers
 import jax
 import numpy as np
 import pytest
-import test_launch
 from conftest import require_native
 from jax.sharding import Mesh
-from test_launch import ROOT, environment
 
 from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
 
-STEPS = 20
+STEPS, EXAMPLES = 20, helpers.ROOT / "examples"
 example = partial(load, "examples")  # by its name
 
 
@@ -96,16 +92,9 @@ def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out
 
 
-def run(*arguments: str, cwd: Path) -> str:
-    """What Python prints."""
-    given: dict[str, Any] = {"env": environment(), "capture_output": True, "text": True, "check": False}
-    result = subprocess.run([sys.executable, *arguments], cwd=cwd, **given)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_an_example_runs_as_a_file(tmp_path: Path) -> None:
-    assert "step 0: loss " in run(str(ROOT / "examples" / "nnx_moe.py"), "--steps=2", cwd=tmp_path)
+    output = helpers.run_python(str(EXAMPLES / "nnx_moe.py"), "--steps=2", cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert "step 0: loss " in output
 
 
 def test_help_needs_no_extras(tmp_path: Path) -> None:
@@ -113,7 +102,7 @@ def test_help_needs_no_extras(tmp_path: Path) -> None:
     script = f"""
 import runpy, sys
 sys.modules.update(optax=None, matplotlib=None, tqdm=None)
-sys.path[0] = {str(ROOT / "examples")!r}
+sys.path[0] = {str(EXAMPLES)!r}
 for name in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm"):
     sys.argv = [name, "--help"]
     try:
@@ -123,7 +112,8 @@ for name in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_m
 from jax_ep.__main__ import main
 main(["demo", "--help"])
 """
-    assert run("-c", script, cwd=tmp_path).count("usage: python -m jax_ep demo") == 5
+    output = helpers.run_python("-c", script, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert output.count("usage: python -m jax_ep demo") == 5
 
 
 @pytest.mark.usefixtures("native")
@@ -132,10 +122,10 @@ def test_dlrm_trains_alike_in_two_processes(tmp_path: Path) -> None:
     steps = 12
     with Group(Mesh(np.array(jax.devices()[:2]), ("dp",)), "dp") as group:
         losses = example("dlrm").train(group, steps)
-    result = test_launch.run("-n", "2", str(ROOT / "examples" / "dlrm.py"), "--steps", str(steps), cwd=tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "2 devices of 2 processes" in result.stdout
-    found = re.search(r"loss (\S+) at the start, (\S+) at the end", result.stdout)
+    command = ("-m", "jax_ep.launch", "-n", "2", str(EXAMPLES / "dlrm.py"), "--steps", str(steps))
+    output = helpers.run_python(*command, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert "2 devices of 2 processes" in output
+    found = re.search(r"loss (\S+) at the start, (\S+) at the end", output)
     assert found
     np.testing.assert_allclose([float(x) for x in found.groups()], [losses[0], losses[-1]], rtol=1e-3)
     assert losses[-1] < 0.8 * losses[0]

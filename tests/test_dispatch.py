@@ -86,7 +86,8 @@ def test_a_search_for_nan_finds_none(
 
 def float8_rows(group: Group, **options: Any) -> Any:
     def rows_of(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, wire="float8_rows", **options)
+        wire: dict[str, Any] = {"wire": "float8_rows"}
+        return helpers.expanded(dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **wire, **options))
 
     return helpers.per_rank(rows_of, group.mesh)
 
@@ -97,7 +98,9 @@ def float8_rows(group: Group, **options: Any) -> Any:
     ("tokens", "hidden"), [*((6, hidden) for hidden in (128, 384, 512, 2048, 5120)), (helpers.LATE_TOKENS, 256)]
 )
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+@pytest.mark.parametrize("expand", [True, False])
 def test_float8_rows(
+    expand: bool,
     tokens: int,
     hidden: int,
     dtype: np.dtype,
@@ -108,24 +111,22 @@ def test_float8_rows(
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
     case.ids[:, 2, 1:] = -1
-    program = float8_rows(open_group(4), implementation=implementation, alignment=4)
+    program = float8_rows(open_group(4), implementation=implementation, alignment=4, expand=expand)
     dispatched = helpers.fetch(program(*case))
     values, scales = np.asarray(dispatched.rows.values), dispatched.rows.scales
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)
     helpers.assert_routing(dispatched, expected)
     assert values.dtype == jnp.float8_e4m3fn
     assert scales.shape == (*values.shape[:2], hidden // 128)
-    for rank in range(4):
-        filled = set(expected.row_of[rank][expected.row_of[rank] >= 0].tolist())
-        for row in range(values.shape[1]):
-            if row not in filled:
-                assert not np.any(values[rank, row].astype(np.float32))
-                assert not np.any(scales[rank, row])
-                continue
-            rounded, expected_scales = oracle.through_fp8(expected.rows[rank, row].astype(np.float32))
-            np.testing.assert_allclose(scales[rank, row], expected_scales[::128], rtol=2.0**-22)
-            found = values[rank, row].astype(np.float32) * np.repeat(scales[rank, row], 128)
-            helpers.assert_rounded_to_float8(found, rounded, implementation)
+    filled = np.zeros(values.shape[:2], bool)
+    for rank, row_of in enumerate(expected.row_of):
+        filled[rank, row_of[row_of >= 0]] = True
+    wide = values.astype(np.float32) * np.repeat(scales, 128, axis=2)
+    assert not wide[~filled].any()
+    assert not scales[~filled].any()
+    rounded, expected_scales = oracle.through_fp8(expected.rows.astype(np.float32))
+    np.testing.assert_allclose(scales[filled], expected_scales[filled][:, ::128], rtol=2.0**-22)
+    helpers.assert_rounded_to_float8(wide[filled], rounded[filled], implementation)
 
 
 def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) -> None:

@@ -17,7 +17,6 @@ from jax_ep import (
     Implementation,
     NodeOptions,
     SparseRows,
-    combine,
     dispatch,
     moe_mlp,
     sparse_all_reduce,
@@ -56,19 +55,17 @@ def test_nothing(
         rows, ids, weights = larger[0][:tokens, :hidden], larger[1][:tokens, :top_k], larger[2][:tokens, :top_k]
 
         def both(rows: jax.Array, weights: jax.Array) -> Any:
-            out = dispatch(
-                rows, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation, **options
-            )
-            combined = combine(out.rows, out.routing, group=group, implementation=implementation)
-            return jnp.sum(combined), (out, combined)
+            by: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
+            found = helpers.round_trip(group, **by, **options)(rows, ids, weights)
+            return jnp.sum(found[1]), found
 
         return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
 
     with over(2, SIZE) if "nodes" in options else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
         # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
         case = helpers.draw_case(rng, group.size, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
-        operands = [x.reshape(*group.mesh.axis_sizes, *x.shape[1:]) for x in case]
-        (_, actual), gradients = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+        program = helpers.per_rank(body, group.mesh)
+        (_, actual), gradients = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
         group.check()
     case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
     if "nodes" not in options:

@@ -38,7 +38,7 @@ def draw(rng: np.random.Generator, *shape: int) -> tuple[jax.Array, jax.Array, j
 def test_the_gradient_of_a_table(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     table, ids, weights = draw(rng, *shape)
     value, gradient = jax.jit(sparse_value_and_grad(loss))(table, ids, weights)
-    expected, expected_gradient = jax.value_and_grad(dense_loss)(table, ids, weights)
+    expected, expected_gradient = jax.jit(jax.value_and_grad(dense_loss))(table, ids, weights)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_array_equal(gradient.indices, np.ravel(ids))
     assert (gradient.num_rows, int(gradient.count)) == (V, np.size(ids))
@@ -46,32 +46,26 @@ def test_the_gradient_of_a_table(rng: np.random.Generator, shape: tuple[int, ...
 
 
 def test_further_arguments_and_auxiliary_results(rng: np.random.Generator) -> None:
+    """One argument or several, in any order, and keywords: as `jax.value_and_grad` takes them."""
     table, ids, weights = draw(rng, 30)
-
-    def with_aux(rows: jax.Array, scale: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return scale * loss(rows, weights), rows[0]
-
-    (_, aux), (sparse, by_weights, by_scale) = sparse_value_and_grad(with_aux, (2, 1), has_aux=True)(
-        table, ids.at[0].set(3), jnp.float32(2), weights
-    )
-    expected = jax.grad(lambda t, s, w: s * dense_loss(t, ids.at[0].set(3), w), (0, 1, 2))(table, 2.0, weights)
-    np.testing.assert_array_equal(aux, table[3])
-    for actual, dense in zip((sparse.todense(), by_scale, by_weights), expected, strict=True):
-        np.testing.assert_allclose(actual, dense, rtol=1e-5, atol=1e-6)
-
-
-def test_one_further_argument_and_keywords(rng: np.random.Generator) -> None:
-    """As `jax.value_and_grad` takes them."""
-    table, ids, weights = draw(rng, 30)
+    ids = ids.at[0].set(3)
 
     def scaled(rows: jax.Array, weights: jax.Array, *, scale: float) -> jax.Array:
         return scale * loss(rows, weights)
 
-    value, (sparse, by_weights) = sparse_value_and_grad(scaled, 1)(table, ids, weights, scale=3)
-    expected, dense = jax.value_and_grad(lambda t, w: 3 * dense_loss(t, ids, w), (0, 1))(table, weights)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(sparse.todense(), dense[0], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(by_weights, dense[1], rtol=1e-5, atol=1e-6)
+    def with_aux(rows: jax.Array, scale: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return scale * loss(rows, weights), rows[0]
+
+    value, one = jax.jit(sparse_value_and_grad(scaled, 1))(table, ids, weights, scale=3.0)
+    both = jax.jit(sparse_value_and_grad(with_aux, (2, 1), has_aux=True))
+    (same, aux), several = both(table, ids, jnp.float32(3), weights)
+    dense = jax.jit(jax.value_and_grad(lambda t, w, s: s * dense_loss(t, ids, w), (0, 1, 2)))
+    expected, gradients = dense(table, weights, 3.0)
+    np.testing.assert_array_equal(aux, table[3])
+    np.testing.assert_allclose((value, same), (expected, expected), rtol=1e-6)
+    for found in (one, several):
+        for actual, wanted in zip((found[0].todense(), *found[1:]), gradients, strict=False):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_several_tables_and_several_lookups_in_one(rng: np.random.Generator) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import trace
@@ -28,44 +29,69 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
     return dispatch(**(arguments | changes))
 
 
+def combined(group: Group, **changes: Any) -> jax.Array:
+    """What is changed are functions of a Dispatched."""
+    out = dispatched(group)
+    arguments: dict[str, Any] = {"expert_outputs": out.rows, "routing": out.routing, "implementation": "xla"}
+    return combine(**(arguments | {name: change(out) for name, change in changes.items()}), group=group)
+
+
+ROWS, INDICES = jnp.zeros((6, 3)), jnp.zeros(SIZE, jnp.int32)
+
+
+def exchanged(_: Group, /, **changes: Any) -> jax.Array:
+    arguments: dict[str, Any] = dict.fromkeys(oracle.Slices._fields, INDICES)
+    arguments |= {"operand": ROWS, "output": ROWS, "axis_name": "ep"}
+    return ragged_all_to_all(**(arguments | changes))
+
+
+OPS: dict[str, Callable[..., Any]] = {"dispatch": dispatched, "combine": combined, "ragged_all_to_all": exchanged}
+
+
 @pytest.mark.parametrize(
-    ("argument", "value", "error"),
+    ("op", "argument", "value", "error"),
     [
-        ("tokens", jnp.zeros((TOKENS,)), ValueError),
-        ("tokens", jnp.zeros((1, TOKENS, HIDDEN)), ValueError),
-        ("tokens", jnp.zeros((TOKENS, HIDDEN), jnp.int32), TypeError),
-        ("tokens", jnp.zeros((TOKENS, HIDDEN), jnp.float8_e4m3fn), TypeError),
-        ("expert_ids", jnp.zeros((TOKENS,), jnp.int32), ValueError),
-        ("expert_ids", jnp.zeros((TOKENS + 1, TOP_K), jnp.int32), ValueError),
-        ("expert_ids", jnp.zeros((TOKENS, TOP_K)), TypeError),
-        ("weights", jnp.zeros((TOKENS,)), ValueError),
-        ("weights", jnp.zeros((TOKENS, TOP_K + 1)), ValueError),
-        ("weights", jnp.zeros((TOKENS, TOP_K), jnp.int32), TypeError),
-        ("num_experts", 0, ValueError),
-        ("num_experts", 9, ValueError),
-        ("num_experts", 1 << 20, ValueError),
-        ("num_experts", 8.0, TypeError),
-        ("num_experts", True, TypeError),
-        ("capacity", 0, ValueError),
-        ("capacity", -1, ValueError),
-        *(("capacity", value, ValueError) for value in (0.0, -1.0, float("nan"), float("inf"))),
-        *(("capacity", value, TypeError) for value in (True, "2")),
-        ("capacity", jnp.int32(8), TypeError),
-        ("capacity", 2**30, ValueError),
-        ("alignment", 0, ValueError),
-        ("alignment", 1.5, TypeError),
-        ("wire", jnp.float8_e4m3fn, TypeError),
-        ("wire", "bfloat16", ValueError),
-        ("wire", "float8", ValueError),  # 16 values are no block of 128
-        ("on_overflow", "ignore", ValueError),
-        ("on_overflow", np.array(["raise", "drop"]), TypeError),
-        ("implementation", "nccl", ValueError),
+        ("dispatch", "tokens", jnp.zeros((TOKENS,)), ValueError),
+        ("dispatch", "tokens", jnp.zeros((1, TOKENS, HIDDEN)), ValueError),
+        ("dispatch", "tokens", jnp.zeros((TOKENS, HIDDEN), jnp.int32), TypeError),
+        ("dispatch", "tokens", jnp.zeros((TOKENS, HIDDEN), jnp.float8_e4m3fn), TypeError),
+        ("dispatch", "expert_ids", jnp.zeros((TOKENS,), jnp.int32), ValueError),
+        ("dispatch", "expert_ids", jnp.zeros((TOKENS + 1, TOP_K), jnp.int32), ValueError),
+        ("dispatch", "expert_ids", jnp.zeros((TOKENS, TOP_K)), TypeError),
+        ("dispatch", "weights", jnp.zeros((TOKENS,)), ValueError),
+        ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K + 1)), ValueError),
+        ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K), jnp.int32), TypeError),
+        *(("dispatch", "num_experts", value, ValueError) for value in (0, 9, 1 << 20)),
+        *(("dispatch", "num_experts", value, TypeError) for value in (8.0, True)),
+        *(("dispatch", "capacity", value, ValueError) for value in (0, -1, 2**30, 0.0, -1.0, np.nan, np.inf)),
+        *(("dispatch", "capacity", value, TypeError) for value in (True, "2", jnp.int32(8))),
+        ("dispatch", "alignment", 0, ValueError),
+        ("dispatch", "alignment", 1.5, TypeError),
+        ("dispatch", "wire", jnp.float8_e4m3fn, TypeError),
+        ("dispatch", "wire", "bfloat16", ValueError),
+        ("dispatch", "wire", "float8", ValueError),  # 16 values are no block of 128
+        ("dispatch", "on_overflow", "ignore", ValueError),
+        ("dispatch", "on_overflow", np.array(["raise", "drop"]), TypeError),
+        ("dispatch", "implementation", "nccl", ValueError),
+        ("combine", "expert_outputs", lambda out: out.rows[0], ValueError),
+        ("combine", "expert_outputs", lambda out: out.rows[1:], ValueError),
+        ("combine", "expert_outputs", lambda out: out.rows.astype(jnp.int32), TypeError),
+        ("combine", "implementation", lambda _: "nccl", ValueError),
+        ("ragged_all_to_all", "operand", jnp.zeros(()), ValueError),
+        ("ragged_all_to_all", "output", jnp.zeros((6, 4)), ValueError),
+        ("ragged_all_to_all", "output", jnp.zeros(6), ValueError),
+        ("ragged_all_to_all", "output", jnp.zeros((6, 3), jnp.bfloat16), TypeError),
+        ("ragged_all_to_all", "send_sizes", jnp.zeros(2 * SIZE, jnp.int32), ValueError),
+        ("ragged_all_to_all", "recv_sizes", jnp.zeros(SIZE + 1, jnp.int32), ValueError),
+        ("ragged_all_to_all", "axis_index_groups", [[0], [0]], ValueError),
+        ("ragged_all_to_all", "group", "ep", TypeError),
+        ("ragged_all_to_all", "implementation", "cuda", ValueError),
     ],
 )
-def test_dispatch(argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
+def test_wrong_arguments(op: str, argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
     group = open_group(SIZE)
-    with pytest.raises(error, match=rf"^dispatch: .*\b{argument}\b"):
-        trace(group, lambda: dispatched(group, **{argument: value}))
+    with pytest.raises(error, match=rf"^{op}:? .*\b{argument}\b"):
+        trace(group, lambda: OPS[op](group, **{argument: value}))
 
 
 def many_tokens() -> dict[str, Any]:
@@ -100,29 +126,6 @@ def test_the_first_of_several_errors_is_kept(open_group: OpenGroup) -> None:
     group.check()
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "error"),
-    [
-        ("expert_outputs", lambda out: out.rows[0], ValueError),
-        ("expert_outputs", lambda out: out.rows[1:], ValueError),
-        ("expert_outputs", lambda out: out.rows.astype(jnp.int32), TypeError),
-        ("implementation", lambda _: "nccl", ValueError),
-    ],
-)
-def test_combine(
-    argument: str, value: Callable[[Dispatched], Any], error: type[Exception], open_group: OpenGroup
-) -> None:
-    group = open_group(SIZE)
-
-    def body() -> None:
-        out = dispatched(group)
-        arguments: dict[str, Any] = {"expert_outputs": out.rows, "routing": out.routing, "implementation": "xla"}
-        combine(**(arguments | {argument: value(out)}), group=group)
-
-    with pytest.raises(error, match=rf"^combine: .*\b{argument}\b"):
-        trace(group, body)
-
-
 def test_routing_of_another_group(open_group: OpenGroup) -> None:
     group, larger = open_group(SIZE), open_group(2 * SIZE)
     kept: list[Routing] = []
@@ -136,37 +139,6 @@ def test_routing_of_another_group(open_group: OpenGroup) -> None:
         trace(larger, body)
 
 
-ROWS, INDICES = jnp.zeros((6, 3)), jnp.zeros(SIZE, jnp.int32)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "error"),
-    [
-        ("operand", jnp.zeros(()), ValueError),
-        ("output", jnp.zeros((6, 4)), ValueError),
-        ("output", jnp.zeros(6), ValueError),
-        ("output", jnp.zeros((6, 3), jnp.bfloat16), TypeError),
-        ("send_sizes", jnp.zeros(2 * SIZE, jnp.int32), ValueError),
-        ("recv_sizes", jnp.zeros(SIZE + 1, jnp.int32), ValueError),
-        ("axis_index_groups", [[0], [0]], ValueError),
-        ("group", "ep", TypeError),
-        ("implementation", "cuda", ValueError),
-    ],
-)
-def test_ragged_all_to_all(argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
-    arguments: dict[str, Any] = {
-        "operand": ROWS,
-        "output": ROWS,
-        "input_offsets": INDICES,
-        "send_sizes": INDICES,
-        "output_offsets": INDICES,
-        "recv_sizes": INDICES,
-        "axis_name": "ep",
-    }
-    with pytest.raises(error, match=rf"^ragged_all_to_all:? .*\b{argument}\b"):
-        trace(open_group(SIZE), lambda: ragged_all_to_all(**(arguments | {argument: value})))
-
-
 @pytest.mark.parametrize("entries", [SIZE + 1, SIZE * 5000])
 def test_ragged_all_to_all_number_of_slices(entries: int, open_group: OpenGroup) -> None:
     indices = jnp.zeros(entries, jnp.int32)
@@ -174,28 +146,21 @@ def test_ragged_all_to_all_number_of_slices(entries: int, open_group: OpenGroup)
         trace(open_group(SIZE), lambda: ragged_all_to_all(ROWS, ROWS, *[indices] * 4, axis_name="ep"))
 
 
-def exchanged() -> jax.Array:
-    return ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="ep")
-
-
 def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     other_mesh = open_group(2 * SIZE)
     another = open_group(SIZE)
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: 2 open jax_ep\.Groups over axis 'ep'"):
-        trace(group, exchanged)
+        trace(group, lambda: exchanged(group))
     another.close()
     group.close()
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: no open jax_ep\.Group over axis 'ep'"):
-        trace(group, exchanged)
+        trace(group, lambda: exchanged(group))
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: must be called inside jax\.shard_map over axis 'tp'"):
-        trace(other_mesh, lambda: ragged_all_to_all(ROWS, ROWS, *[INDICES] * 4, axis_name="tp"))
+        trace(other_mesh, lambda: exchanged(group, axis_name="tp"))
 
 
-OPS: dict[str, Callable[[Group], Any]] = {"dispatch": dispatched, "ragged_all_to_all": lambda _: exchanged()}
-
-
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["dispatch", "ragged_all_to_all"])
 def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
     group = open_group(SIZE)
     with pytest.raises(ValueError, match=rf"^{op}: must be called inside jax\.shard_map over axis 'ep'"):

@@ -9,9 +9,9 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import Case
-from test_nodes import assert_flat, by_rank, flat, over
+from test_nodes import assert_flat, flat, over
 
-from jax_ep import Implementation, combine, dispatch
+from jax_ep import Implementation
 
 DROP: dict[str, Any] = {"on_overflow": "drop"}
 FEW, LATE = 40, helpers.LATE_TOKENS
@@ -36,20 +36,6 @@ def too_little_room(case: Case, *, num_experts: int, alignment: int = 1) -> int:
     return room
 
 
-def test_a_hot_expert_leaves_its_neighbour_its_rows(implementation: Implementation, open_group: OpenGroup) -> None:
-    """Two ranks ask 43 and 42 rows of expert 2, and expert 3 for 3; rank 1 has 48 rows."""
-    ids = np.full((2, 50, 1), -1, np.int32)
-    ids[0, :43], ids[1, :42], ids[1, 42:45] = 2, 2, 3
-    case = Case(np.ones((2, 50, 8), np.float32), ids, np.ones((2, 50, 1), np.float32))
-    options = DROP | {"num_experts": 4, "capacity": 48, "implementation": implementation}
-    out, combined = helpers.fetch(helpers.dispatch_combine(open_group(2), **options)(*case))
-    np.testing.assert_array_equal(out.group_sizes, [[0, 0], [45, 3]])
-    np.testing.assert_array_equal(out.routing.dropped, [[20], [20]])
-    arrived = np.zeros((2, 50), np.float32)
-    arrived[0, :23], arrived[1, :22], arrived[1, 42:45] = 1, 1, 1  # the odd row to rank 2 % 2
-    np.testing.assert_array_equal(combined, np.broadcast_to(arrived[:, :, None], combined.shape))
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("size", "tokens", "top_k", "experts", "alignment"),
@@ -64,7 +50,9 @@ def test_a_hot_expert_leaves_its_neighbour_its_rows(implementation: Implementati
         (8, 600, 2, 8, 1),
     ],
 )
+@pytest.mark.parametrize("expand", [True, False])
 def test_skewed_routings(
+    expand: bool,
     size: int,
     tokens: int,
     top_k: int,
@@ -75,11 +63,13 @@ def test_skewed_routings(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Where rows are not expanded, those that `indices` name."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group, options = open_group(size), {"num_experts": experts, "alignment": alignment}
     case, other = (skewed(rng, size, tokens, top_k, experts) for _ in range(2))
     capacity = too_little_room(case, **options)
-    program = helpers.dispatch_combine(group, capacity=capacity, implementation=implementation, **options, **DROP)
+    by: dict[str, Any] = {"capacity": capacity, "implementation": implementation, "expand": expand}
+    program = helpers.dispatch_combine(group, **by, **options, **DROP)
     assert helpers.assert_round_trip(helpers.fetch(program(*case)), case, **options).dropped.sum() > 0
     helpers.assert_round_trip(helpers.fetch(program(*other)), other, **options)
     group.check()
@@ -103,8 +93,8 @@ def test_gradients(
 
     def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, more: jax.Array, cotangent: jax.Array) -> Any:
         def sums(tokens: jax.Array, weights: jax.Array, more: jax.Array) -> jax.Array:
-            out = dispatch(tokens, ids, weights, group=group, implementation=implementation, **options, **DROP)
-            return combine(out.rows + more, out.routing, group=group, implementation=implementation)
+            by: dict[str, Any] = {"implementation": implementation, "experts": lambda rows: rows + more}
+            return helpers.round_trip(group, **by, **options, **DROP)(tokens, ids, weights)[1]
 
         return jax.vjp(sums, tokens, weights, more)[1](cotangent)
 
@@ -140,7 +130,7 @@ def test_across_nodes(
     assert expected.dropped.any()
     with over(nodes, ranks) as group:
         program = helpers.dispatch_combine(group, implementation=implementation, **options, **DROP)
-        operands = [x.reshape(nodes, ranks, *x.shape[1:]) for x in case]
-        out, combined = by_rank(helpers.fetch(program(*operands)), group)
+        results = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
+        out, combined = helpers.by_rank(group.mesh, results)
         assert_flat(flat(out, group), expected)
         helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)

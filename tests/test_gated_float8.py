@@ -6,7 +6,9 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import matrix_forms
 import numpy as np
+import oracle
 import pytest
 from conftest import OpenGroup
 
@@ -70,16 +72,11 @@ def test_values(shape: Any, activation: Any, one_matrix: bool, rng: np.random.Ge
     rows, sizes, *rhs = draw(rng, shape, one_matrix=one_matrix)
     ours, parts = both(activation, rows, sizes, *rhs)
     assert_alike(ours, parts)
-    left = np.asarray(dequantize(rows, jnp.float32), np.float64)
-    ends, made = np.cumsum(sizes), np.zeros((shape[0], shape[2]))
-    magnitudes = np.zeros_like(made)
-    for group, end in enumerate(ends):
-        mine = slice(end - int(sizes[group]), end)
-        matrices = [np.asarray(dequantize(x, jnp.float32)[group], np.float64) for x in rhs]
-        gate, up = matrices if len(matrices) == 2 else np.split(matrices[0], 2, axis=1)
-        of_gate, of_up = left[mine] @ gate, left[mine] @ up
-        made[mine] = np.asarray(ACTIVATIONS[activation](jnp.asarray(of_gate, jnp.float32)), np.float64) * of_up
-        magnitudes[mine] = (np.abs(of_gate) + 1) * (np.abs(of_up) + 1)
+    left, *matrices = (np.asarray(dequantize(x, jnp.float32)) for x in (rows, *rhs))
+    gate, up = matrices if len(matrices) == 2 else np.split(matrices[0], 2, axis=2)
+    of_gate, of_up = (oracle.ragged_dot(left, matrix, shape[3]) for matrix in (gate, up))
+    made = np.asarray(matrix_forms.ACTIVATIONS[activation](of_gate)) * of_up
+    magnitudes = (np.abs(of_gate) + 1) * (np.abs(of_up) + 1) * (np.arange(shape[0]) < sum(shape[3]))[:, None]
     largest = np.abs(made).reshape(shape[0], -1, 128).max(axis=2).repeat(128, axis=1)
     # A step of float8 is an eighth of a value, or 2^-9 of 448 where it is small; products are rounded to bfloat16.
     bound = np.abs(made) / 16 + largest * 2.0**-10 / 448 + magnitudes * 2.0**-5

@@ -6,9 +6,7 @@ import gc
 import logging
 import os
 import pickle
-import re
 import threading
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
-from jax_ep import CapacityError, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
+from jax_ep import Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
 from jax_ep.runtime import native as native_module, open_groups
 
@@ -50,35 +48,25 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
         Group(helpers.mesh_of(ep=1), "ep", **options)
 
 
-def test_default_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variable", "given", "timeout"), [(None, None, 300), ("12.5", None, 12.5), ("12.5", 3, 3)])
+def test_default_timeout(variable: Any, given: Any, timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JAX_EP_TIMEOUT", raising=False)
-    with Group(helpers.mesh_of(ep=1), "ep") as group:
-        assert group.timeout == 300
-    monkeypatch.setenv("JAX_EP_TIMEOUT", "12.5")
-    with Group(helpers.mesh_of(ep=1), "ep") as group:
-        assert group.timeout == 12.5
-    with Group(helpers.mesh_of(ep=1), "ep", timeout=3) as group:
-        assert group.timeout == 3
+    if variable:
+        monkeypatch.setenv("JAX_EP_TIMEOUT", variable)
+    with Group(helpers.mesh_of(ep=1), "ep", timeout=given) as group:
+        assert group.timeout == timeout
 
 
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan"])
 def test_a_bad_default_timeout(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_EP_TIMEOUT", value)
-    with pytest.raises(
-        ValueError, match=rf"^Group: JAX_EP_TIMEOUT must be a positive number of seconds, got '{value}'"
-    ):
+    with pytest.raises(ValueError, match=f"^Group: JAX_EP_TIMEOUT must be a positive number of seconds, got '{value}'"):
         Group(helpers.mesh_of(ep=1), "ep")
 
 
-def threads() -> int:
-    """Threads of ours alone: XLA starts and ends its own as it likes. A thread that is ending gets the time for it."""
-    deadline = time.monotonic() + 10
-    while (count := helpers.own_threads()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a group does not wait for the threads that hand results back
-    return count
-
-
-def files() -> int:
+def files_without_threads() -> int:
+    """Open files, when no thread of ours is left: a group does not wait for those that hand results back."""
+    helpers.wait_until(lambda: not helpers.own_threads(), 10)
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -96,14 +84,13 @@ def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: py
         pass  # starts whatever XLA starts once
     monkeypatch.setattr(profiling, "group_opened", fail)
     gc.collect()
-    assert threads() == 0
-    before = files()
+    before = files_without_threads()
     kept = []  # the traceback keeps the group: nothing is left to the garbage collector
     for _ in range(3):
         with pytest.raises(RuntimeError, match="at last") as raised:
             Group(helpers.mesh_of(ep=SIZE), "ep")
         kept.append(raised)
-    assert (threads(), files()) == (0, before)
+    assert files_without_threads() == before
 
 
 def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,16 +220,3 @@ def test_what_was_chosen_is_logged(
         jax.eval_shape(program, *case)
     wanted = [f"{op}: implementation {implementation!r}, as {why}" for op in ("dispatch", "combine")]
     assert [record.getMessage() for record in caplog.records] == wanted
-
-
-def test_a_capacity_error_says_what_to_do(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=1, implementation=implementation)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        helpers.fetch(program(*case))
-    with pytest.raises(CapacityError, match="pass a larger capacity=") as raised:
-        group.check()
-    rank, needed = map(int, re.findall(r"rank (\d+) needs (\d+) rows", str(raised.value))[0])
-    assert str(raised.value) == str(native_module.capacity_error("dispatch", rank, needed, 1))  # alike in both

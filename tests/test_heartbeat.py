@@ -3,12 +3,12 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from helpers import KeyValueStore
+from helpers import KeyValueStore, wait_until
 
 from jax_ep import PeerTimeoutError
 from jax_ep.runtime import heartbeat, liveness
@@ -59,11 +59,10 @@ def processes() -> Iterator[Processes]:
             heartbeat_thread.stop()
 
 
-def await_that(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def close_all(groups: Iterable[Liveness]) -> None:
+    for group in groups:
+        assert group.error() is None
+        group.close()
 
 
 def assert_missing(missing: str, *openings: Opening) -> None:
@@ -82,18 +81,14 @@ def test_another_group_of_a_process_does_not_count(processes: Processes) -> None
     time.sleep(SHORT)
     assert not any(opening.done() for opening in late)
     second = [processes.open(2, "second").result(TIMEOUT), *[opening.result(TIMEOUT) for opening in late]]
-    for group in first + second:
-        assert group.error() is None
-        group.close()
+    close_all(first + second)
 
 
 def test_an_open_group_over_the_same_devices_does_not_count(processes: Processes) -> None:
     groups = processes.open_all("a group")
     assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
     groups += processes.open_all("a group")
-    for group in groups:
-        assert group.error() is None
-        group.close()
+    close_all(groups)
 
 
 @pytest.mark.parametrize("how", ["while it was open", "while it was opened"])
@@ -105,7 +100,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
             group.close()
     else:
         dies = processes.open(2, "a group", 5 * SHORT)
-        await_that(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
+        wait_until(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
         processes.threads[2].stop()
         with pytest.raises(PeerTimeoutError):
             dies.result(TIMEOUT)
@@ -115,8 +110,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
     openings = [processes.open(me, "a group") for me in (0, 1)]
     processes.threads[2] = processes.start(2)
     openings.append(processes.open(2, "a group"))
-    for opening in openings:
-        opening.result(TIMEOUT).close()
+    close_all(opening.result(TIMEOUT) for opening in openings)
 
 
 def test_late_again_and_again(processes: Processes) -> None:
@@ -126,9 +120,7 @@ def test_late_again_and_again(processes: Processes) -> None:
             assert_missing(str(late), *[processes.open(me, "a group", SHORT) for me in {0, 1, 2} - {late}])
         others = sorted({0, 1, 2} - {late})
         assert_missing(f"{others[0]}, {others[1]}", processes.open(late, "a group", SHORT))
-    for group in processes.open_all("a group"):
-        assert group.error() is None
-        group.close()
+    close_all(processes.open_all("a group"))
 
 
 class HeldUp(Store):
@@ -158,56 +150,41 @@ def held_up(processes: Processes) -> Iterator[HeldUp]:
     store.may_look.set()
 
 
-def test_who_closes_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
-    """Also for a process that looks only afterwards."""
+@pytest.mark.parametrize("again", [False, True])
+def test_who_closes_at_once_was_there(again: bool, processes: Processes, held_up: HeldUp) -> None:
+    """Also for a process that looks only afterwards: it meets them for the group that they have closed, and not for the
+    next one that they open."""
     opening, *others = [processes.open(me, "a group") for me in range(3)]
     assert held_up.all_agree.wait(TIMEOUT)
-    for each in others:
-        each.result(TIMEOUT).close()
+    close_all(each.result(TIMEOUT) for each in others)
+    next_ones = [processes.open(me, "a group") for me in (1, 2) if again]
+    wait_until(lambda: not again or all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
     assert not opening.done()
     held_up.may_look.set()
-    group = opening.result(TIMEOUT)
-    assert group.error() is None
-    group.close()
-
-
-def test_who_opens_another_group_at_once_was_there(processes: Processes, held_up: HeldUp) -> None:
-    """A process that looks only afterwards meets them for the group that they have closed, and not for the next one."""
-    first, *others = [processes.open(me, "a group") for me in range(3)]
-    assert held_up.all_agree.wait(TIMEOUT)
-    for each in others:
-        each.result(TIMEOUT).close()
-    next_ones = [processes.open(me, "a group") for me in (1, 2)]
-    await_that(lambda: all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
-    held_up.may_look.set()
-    first.result(TIMEOUT).close()
-    assert not any(opening.done() for opening in next_ones)
-    for opening in [processes.open(0, "a group"), *next_ones]:
-        group = opening.result(TIMEOUT)
-        assert group.error() is None
-        group.close()
+    close_all([opening.result(TIMEOUT)])
+    assert not any(each.done() for each in next_ones)
+    if again:
+        close_all(each.result(TIMEOUT) for each in [processes.open(0, "a group"), *next_ones])
 
 
 def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
     groups = processes.open_all("a group")
     for _ in range(12):
-        for group in processes.open_all("another group"):
-            group.close()
+        close_all(processes.open_all("another group"))
 
     def states() -> list[str]:
         return [part.state for part in processes.store.heartbeat(0).parts.values()]
 
-    await_that(lambda: states().count(heartbeat.OPEN) == 1)
+    wait_until(lambda: states().count(heartbeat.OPEN) == 1)
     assert 1 < len(states()) < 12
-    for group in groups:
-        group.close()
+    close_all(groups)
 
 
 def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: Processes) -> None:
     """A process that leaves one group lives on in another one."""
     kept, left = processes.open_all("kept"), processes.open_all("left")
     left[2].close(in_order=False)
-    await_that(lambda: left[0].error(in_vain=True) is not None)
+    wait_until(lambda: left[0].error(in_vain=True) is not None)
     assert "process 2 left the group by an error" in str(left[0].error(in_vain=True))
     assert all(group.error(in_vain=True) is None for group in kept)
     for group in kept + left[:2]:
@@ -242,7 +219,7 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
     time.sleep(2 * SHORT)
     assert all(group.error() is None for group in groups)
     processes.threads[2].stop()
-    await_that(lambda: groups[0].error() is not None)
+    wait_until(lambda: groups[0].error() is not None)
     assert "process 2 sent no heartbeat" in str(groups[0].error())
     for group in groups:
         group.close()
@@ -261,7 +238,7 @@ def test_a_heartbeat_thread_that_fails_is_reported(
         raise OSError("no such store")
 
     monkeypatch.setattr(Store, "key_value_set", fail)
-    await_that(lambda: all(group.error() is not None for group in groups))
+    wait_until(lambda: all(group.error() is not None for group in groups))
     assert "this process sends no heartbeats any more, because of OSError('no such store')" in str(groups[0].error())
     assert "the heartbeat thread has ended" in caplog.text
     for group in groups:

@@ -7,6 +7,7 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import layer_cases
 import numpy as np
 import pytest
 import upstream
@@ -45,11 +46,8 @@ def draw_experts(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def assert_alike(found: Any, wanted: Any, unit: float = 2e-5) -> None:
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert mine.shape == theirs.shape
-        theirs = np.asarray(theirs)
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=unit * max(np.abs(theirs).max(), 1e-6))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
+    layer_cases.assert_near(found, wanted, unit)
 
 
 def with_gradients(function: Any, *operands: Any) -> Any:

@@ -11,27 +11,20 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import helpers
 import pytest
 
 from jax_ep import launch
 
-ROOT = Path(__file__).parents[1]
+LAUNCH = ("-m", "jax_ep.launch")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "jax_ep.launch", *arguments]
-
-
-def environment() -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-
-
-def run(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        command(*arguments), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+def started(*arguments: str, cwd: Path, **options: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, *LAUNCH, *arguments]
+    environment = helpers.environment(JAX_PLATFORMS="cpu")
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
 def test_every_process_runs_the_script_and_a_clean_end_says_nothing(tmp_path: Path) -> None:
@@ -42,8 +35,7 @@ def test_every_process_runs_the_script_and_a_clean_end_says_nothing(tmp_path: Pa
         "open(f'{jax.process_index()} {jax.process_count()} {sys.argv[1:]}', 'w').close()\n"
         "time.sleep(0.3 * jax.process_index())"  # the coordinator's process is the first to be done
     )
-    result = run("-n", "3", "script.py", "-n", "x", cwd=tmp_path)
-    assert (result.returncode, result.stdout + result.stderr) == (0, "")
+    assert helpers.run_python(*LAUNCH, "-n", "3", "script.py", "-n", "x", cwd=tmp_path, JAX_PLATFORMS="cpu") == ""
     assert {f"{i} 3 ['-n', 'x']" for i in range(3)} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -52,9 +44,9 @@ def test_the_first_failure_ends_all(tmp_path: Path) -> None:
         "import jax, sys, time\nif jax.process_index() == 1: sys.exit(7)\ntime.sleep(600)"
     )
     start = time.monotonic()
-    result = run("-n", "2", "-m", "failing", cwd=tmp_path)
-    assert result.returncode == 7
-    assert "process 1 failed with exit code 7" in result.stderr
+    options: Any = {"cwd": tmp_path, "exit_code": 7, "JAX_PLATFORMS": "cpu"}
+    output = helpers.run_python(*LAUNCH, "-n", "2", "-m", "failing", **options)
+    assert "process 1 failed with exit code 7" in output
     assert time.monotonic() - start < 60
 
 
@@ -68,18 +60,16 @@ def sleeping(cwd: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
         "os.write(1, b'%d %d\\n' % (os.getpid(), child.pid))\n"
         "time.sleep(600)"
     )
-    process = subprocess.Popen(
-        command("-n", "2", "sleep.py"), cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    started: list[int] = []
+    process = started("-n", "2", "sleep.py", cwd=cwd)
+    pids: list[int] = []
     try:
         assert process.stdout is not None
         for _ in range(2):
-            started += map(int, process.stdout.readline().split())
-        yield process, started
+            pids += map(int, process.stdout.readline().split())
+        yield process, pids
     finally:
         process.kill()
-        for pid in started:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         process.communicate()
@@ -87,35 +77,25 @@ def sleeping(cwd: Path) -> Iterator[tuple["subprocess.Popen[str]", list[int]]]:
 
 def await_end(pids: list[int]) -> None:
     """Fails unless all of them end soon. Orphans that nobody reaps, as in a container without init, have ended too."""
-    deadline = time.monotonic() + 10
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                assert time.monotonic() < deadline, f"process {pid} lives on"
-                time.sleep(0.05)
+            stat = Path(f"/proc/{pid}/stat")
+            helpers.wait_until(lambda stat=stat: stat.read_text().rpartition(")")[2].split()[0] == "Z", 10)
 
 
 def test_a_signal_ends_all(tmp_path: Path) -> None:
     """Of those that the test below sees received."""
-    with sleeping(tmp_path) as (process, started):
+    with sleeping(tmp_path) as (process, pids):
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
-        await_end(started)
+        await_end(pids)
 
 
 def test_a_killed_launcher_takes_all_along(tmp_path: Path) -> None:
-    with sleeping(tmp_path) as (process, started):
+    with sleeping(tmp_path) as (process, pids):
         process.kill()
         process.wait(timeout=30)
-        await_end(started)
-
-
-@pytest.mark.parametrize("stale", ["1", "127.0.0.1:1 2 0 1 5"])
-def test_a_stale_role(stale: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JAX_EP_LAUNCH", stale)
-    with pytest.raises(SystemExit):
-        launch.main(["-n", "2", "script.py"])
-    assert f"JAX_EP_LAUNCH must be set by a launcher for its own processes, got {stale!r}" in capsys.readouterr().err
+        await_end(pids)
 
 
 @pytest.mark.parametrize("ignored", [True, False])
@@ -147,14 +127,7 @@ def test_the_coordinator_is_for_this_host_alone(tmp_path: Path) -> None:
         "os.write(1, f'{distributed.global_state.coordinator_address}\\n'.encode())\n"
         "sys.stdin.read()"
     )
-    process = subprocess.Popen(
-        command("-n", "1", "script.py"),
-        cwd=tmp_path,
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = started("-n", "1", "script.py", cwd=tmp_path, stdin=subprocess.PIPE)
     assert process.stdout is not None
     address = process.stdout.readline()
     found = re.fullmatch(r"127\.0\.0\.1:(\d+)\n", address)
@@ -200,17 +173,22 @@ def test_the_port_is_for_one_launch_alone() -> None:
         coordinator.listen()
 
 
-@pytest.mark.parametrize("number", ["0", "100000"])
-def test_the_number_of_processes_is_checked(
-    number: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("arguments", "role", "message"),
+    [
+        ("-n 0", None, "-n: must be from 1 to 256, got 0"),
+        ("-n 100000", None, "-n: must be from 1 to 256, got 100000"),
+        ("-n 2 --gpus 3", None, "-g: must be from 1 to the number of processes, 2, got 3"),
+        ("-n 2", "1", "JAX_EP_LAUNCH must be set by a launcher for its own processes, got '1'"),
+        ("-n 2", "127.0.0.1:1 2 0 1 5", "a launcher for its own processes, got '127.0.0.1:1 2 0 1 5'"),
+    ],
+)
+def test_what_is_refused(
+    arguments: str, role: str | None, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_start_all", lambda *_: pytest.fail("started"))
+    if role:
+        monkeypatch.setenv("JAX_EP_LAUNCH", role)
     with pytest.raises(SystemExit):
-        launch.main(["-n", number, "script.py"])
-    assert f"-n: must be from 1 to 256, got {number}" in capsys.readouterr().err
-
-
-def test_the_number_of_gpus_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        launch.main(["-n", "2", "--gpus", "3", "script.py"])
-    assert "-g: must be from 1 to the number of processes, 2, got 3" in capsys.readouterr().err
+        launch.main([*arguments.split(), "script.py"])
+    assert message in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -19,25 +18,25 @@ from jax_ep import Group, Implementation, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, ROWS = 4, 40
+OUTSIDE = "ragged_all_to_all: .* a slice lies outside its buffer or"
 
 
 @pytest.fixture
-def group(implementation: Implementation, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> Group:
-    choose(implementation, monkeypatch)
+def group(open_group: OpenGroup) -> Group:
     return open_group(SIZE)
 
 
-def choose(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For calls that leave `implementation` out, which is never "xla" where the library is built."""
-    if implementation == "xla":
-        monkeypatch.setattr(Group, "_resolve", lambda *_, **__: "xla")
+@pytest.fixture
+def program(group: Group, implementation: Implementation) -> Any:
+    return helpers.per_rank(exchange(group, implementation), group.mesh)
 
 
-def exchange(group: Group) -> Callable[..., Any]:
+def exchange(over: Group, implementation: Implementation, **options: Any) -> Any:
     def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
-        return ragged_all_to_all(operand, output, *slices, axis_name="ep")
+        given: dict[str, Any] = {"axis_name": over.axis_name, "implementation": implementation} | options
+        return ragged_all_to_all(operand, output, *slices, **given)
 
-    return helpers.per_rank(body, group.mesh)
+    return body
 
 
 def draw_slices(rng: np.random.Generator, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
@@ -56,12 +55,12 @@ NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
-def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
+def test_dtypes(dtype: np.dtype, program: Any, rng: np.random.Generator) -> None:
     """All that jax has, bit by bit."""
     slices = draw_slices(rng, each=1)
     operand, output = rng.integers(0, 2, (2, SIZE, ROWS, 5)).astype(dtype)
     with jax.enable_x64(True):
-        actual = helpers.fetch(exchange(group)(operand, output, *slices))
+        actual = helpers.fetch(program(operand, output, *slices))
     assert actual.dtype == dtype
     expected = oracle.ragged_all_to_all(operand, output, slices)
     np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
@@ -70,20 +69,20 @@ def test_dtypes(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("name", ["operand", "output"])
-def test_narrow_dtypes_are_refused(dtype: np.dtype, name: str, group: Group) -> None:
+def test_narrow_dtypes_are_refused(dtype: np.dtype, name: str, program: Any) -> None:
     """Some platforms pack them, so that they have no bytes of their own."""
     arrays = {"operand": np.zeros((SIZE, ROWS), np.int8), "output": np.zeros((SIZE, ROWS), np.int8)}
     arrays[name] = arrays[name].astype(dtype)
     message = f"^ragged_all_to_all: {name} must be of a dtype of whole bytes, such as int8, got {dtype}"
     with pytest.raises(TypeError, match=message):
-        jax.eval_shape(exchange(group), *arrays.values(), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
+        jax.eval_shape(program, *arrays.values(), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
 
 
 @pytest.mark.parametrize("dtype", ["object", "U3", "M8[s]", "i4,f4"])
-def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group) -> None:
+def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group, implementation: Implementation) -> None:
     def body(*slices: jax.Array) -> jax.Array:
         rows = np.zeros(ROWS, dtype)
-        return ragged_all_to_all(rows, rows, *slices, axis_name="ep")  # pyright: ignore[reportArgumentType]
+        return exchange(group, implementation)(rows, rows, *slices)
 
     with pytest.raises(TypeError, match=r"^ragged_all_to_all: operand must be of a dtype that jax has, got "):
         jax.eval_shape(helpers.per_rank(body, group.mesh), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
@@ -92,10 +91,12 @@ def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group) -> None:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [np.float64, np.int64])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_constants_of_numpy_become_what_jax_has(dtype: Any, check_vma: bool, group: Group) -> None:
+def test_constants_of_numpy_become_what_jax_has(
+    dtype: Any, check_vma: bool, group: Group, implementation: Implementation
+) -> None:
     rows, slices = np.arange(ROWS, dtype=dtype), np.zeros(SIZE, np.int64)
     body = jax.shard_map(
-        lambda x: x + ragged_all_to_all(rows, rows, *[slices] * 4, axis_name="ep")[:1],  # pyright: ignore[reportArgumentType]
+        lambda x: x + exchange(group, implementation)(rows, rows, *[slices] * 4)[:1],
         mesh=group.mesh,
         in_specs=P("ep"),
         out_specs=P("ep"),
@@ -104,10 +105,10 @@ def test_constants_of_numpy_become_what_jax_has(dtype: Any, check_vma: bool, gro
     np.testing.assert_array_equal(helpers.fetch(jax.jit(body)(np.ones(SIZE, np.int32))), np.ones(SIZE))
 
 
-def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
+def test_keys_of_random_numbers(program: Any, rng: np.random.Generator) -> None:
     slices = draw_slices(rng, each=1)
     operand, output = jax.random.split(jax.random.key(0), (2, SIZE, ROWS))
-    actual = jax.random.key_data(exchange(group)(operand, output, *slices))
+    actual = jax.random.key_data(program(operand, output, *slices))
     operand, output = (np.asarray(jax.random.key_data(keys)) for keys in (operand, output))
     np.testing.assert_array_equal(helpers.fetch(actual), oracle.ragged_all_to_all(operand, output, slices))
 
@@ -115,8 +116,7 @@ def test_keys_of_random_numbers(group: Group, rng: np.random.Generator) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize("row", [(), (3,), (2, 7)], ids=str)
-def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: Group, rng: np.random.Generator) -> None:
-    program = exchange(group)
+def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program: Any, rng: np.random.Generator) -> None:
     for _ in range(5):
         slices = draw_slices(rng, each, dtype=np.uint32 if each == 3 else np.int32)
         operand, output = rng.standard_normal((2, SIZE, ROWS, *row)).astype(np.float32)
@@ -124,13 +124,13 @@ def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], group: G
         np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
 
 
-def test_operands_are_not_changed(group: Group, rng: np.random.Generator) -> None:
+def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: np.random.Generator) -> None:
     """The native call writes into the buffer of `output`: it must be a copy when `output` is used again."""
     slices = draw_slices(rng, each=1)
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
 
     def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return ragged_all_to_all(operand, output, *slices, axis_name="ep"), output * 2
+        return exchange(group, implementation)(operand, output, *slices), output * 2
 
     on_device = jax.device_put(output)
     _, doubled = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, on_device, *slices))
@@ -153,9 +153,8 @@ SPOILT = {
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", SPOILT)
 def test_bad_slices_are_reported_and_the_group_goes_on(
-    name: str, implementation: Implementation, group: Group, rng: np.random.Generator
+    name: str, implementation: Implementation, group: Group, program: Any, rng: np.random.Generator
 ) -> None:
-    program = exchange(group)
     good = draw_slices(rng, each=1)
     good.send_sizes[1, 2] = good.recv_sizes[2, 1] = 1
     good.input_offsets[1, 2] = good.output_offsets[1, 2] = ROWS  # one row, behind all others
@@ -163,8 +162,7 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
     bad = oracle.Slices(*(x.copy() for x in good))
     for field, value in SPOILT[name].items():
         getattr(bad, field)[(2, 1) if field == "recv_sizes" else (1, 2)] = value
-    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
-    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+    with helpers.expect_failure(group, InvalidRoutingError, OUTSIDE, implementation):
         actual = helpers.fetch(program(operand, output, *bad))
         assert np.isnan(actual[2]).all()
     group.check()  # reported once
@@ -173,17 +171,17 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
 
 
 def test_no_rank_delivers_what_another_did_not_send(
-    implementation: Implementation, group: Group, rng: np.random.Generator
+    implementation: Implementation, group: Group, program: Any, rng: np.random.Generator
 ) -> None:
     operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 3)).astype(np.int32)
     bad = draw_slices(rng, each=1)
     bad.send_sizes[1, 2] = bad.recv_sizes[2, 1] = 1
     bad.input_offsets[1, 2] = ROWS
-    result = exchange(group)(operand, output, *bad)
+    result = program(operand, output, *bad)
     for shard in result.addressable_shards:
         with helpers.awaiting_failure(group, "InvalidRoutingError: ragged_all_to_all: .* outside", implementation):
             np.testing.assert_array_equal(shard.data, np.full_like(shard.data, -1))
-    with pytest.raises(InvalidRoutingError, match=r"ragged_all_to_all: .* a slice lies outside its buffer or"):
+    with pytest.raises(InvalidRoutingError, match=OUTSIDE):
         group.check()
 
 
@@ -191,7 +189,7 @@ def test_no_rank_delivers_what_another_did_not_send(
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
 def test_beyond_32_bits(
-    name: str, beyond: int, group: Group, implementation: Implementation, rng: np.random.Generator
+    name: str, beyond: int, group: Group, program: Any, implementation: Implementation, rng: np.random.Generator
 ) -> None:
     """Reported, and not wrapped around to numbers that would do."""
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
@@ -199,9 +197,8 @@ def test_beyond_32_bits(
     bad.send_sizes[1, 2] = bad.recv_sizes[2, 1] = 1
     getattr(bad, name)[1, 2] += beyond
     with jax.enable_x64(True):
-        result = exchange(group)(operand, output, *bad)
-    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
-    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+        result = program(operand, output, *bad)
+    with helpers.expect_failure(group, InvalidRoutingError, OUTSIDE, implementation):
         helpers.fetch(result)
 
 
@@ -214,16 +211,15 @@ def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementatio
 
     def body(operand: jax.Array) -> jax.Array:
         constants: Any = (offsets, ones, np.arange(SIZE, dtype=dtype), ones)
-        return ragged_all_to_all(operand, operand, *constants, axis_name="ep")
+        return exchange(group, implementation)(operand, operand, *constants)
 
-    message = "ragged_all_to_all: .* a slice lies outside its buffer or"
-    with helpers.expect_failure(group, InvalidRoutingError, message, implementation):
+    with helpers.expect_failure(group, InvalidRoutingError, OUTSIDE, implementation):
         helpers.fetch(helpers.per_rank(body, group.mesh)(np.ones((SIZE, ROWS), np.float32)))
 
 
-def test_too_many_rows(group: Group) -> None:
+def test_too_many_rows(program: Any) -> None:
     many, indices = jax.ShapeDtypeStruct((SIZE, 2**31 - 1), np.int8), np.zeros((SIZE, SIZE), np.int32)
     with pytest.raises(
         ValueError, match=r"^ragged_all_to_all: operand must have at most 2147418112 rows, got \(2147483"
     ):
-        jax.eval_shape(exchange(group), many, many, *[indices] * 4)
+        jax.eval_shape(program, many, many, *[indices] * 4)

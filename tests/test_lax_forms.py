@@ -10,21 +10,13 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from test_lax import ROWS, draw_slices
+from jax.sharding import Mesh
+from test_lax import ROWS, draw_slices, exchange
 
-from jax_ep import Group, Implementation
+from jax_ep import Implementation
 from jax_ep.lax import ragged_all_to_all
 
 SIZE = 4
-
-
-def exchange(over: Group, implementation: Implementation, **options: Any) -> Any:
-    def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
-        given: dict[str, Any] = {"axis_name": over.axis_name, "implementation": implementation} | options
-        return ragged_all_to_all(operand, output, *slices, **given)
-
-    return body
 
 
 def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray:
@@ -94,21 +86,20 @@ def test_what_jax_refuses_is_refused_in_its_words(name: str, wrong: jax.Array, w
 
 
 @pytest.mark.parametrize(
-    "in_axes", [0, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
+    "in_axes", [0, 1, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
 )
-def test_vmap_inside(
-    in_axes: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_vmap(in_axes: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group, batch = open_group(SIZE), 3
     operands = [*draw_rows(rng, 2, SIZE, batch)]
     drawn = [draw_slices(rng, 2) for _ in range(batch)]
     operands += [np.stack(x, axis=1) for x in zip(*drawn, strict=True)]
-    axes = (in_axes,) * 6 if in_axes == 0 else in_axes
-    given = [x if axis == 0 else x[:, 0] for x, axis in zip(operands, axes, strict=True)]
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * 6
+    given = [x[:, 0] if axis is None else np.moveaxis(x, 1, 1 + axis) for x, axis in zip(operands, axes, strict=True)]
     body = jax.vmap(exchange(group, implementation), in_axes=in_axes)
     actual = helpers.fetch(helpers.per_rank(body, group.mesh)(*given))
     for i in range(batch):
-        operand, output, *slices = (x[:, i] if axis == 0 else x for x, axis in zip(given, axes, strict=True))
+        each = (x[:, 0 if axis is None else i] for x, axis in zip(operands, axes, strict=True))
+        operand, output, *slices = each
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
 
 
@@ -126,45 +117,6 @@ def test_vmap_of_parts(implementation: Implementation, open_group: OpenGroup, rn
     for i, (part, ranks) in itertools.product(range(batch), enumerate((slice(0, 2), slice(2, 4)))):
         wanted = oracle.ragged_all_to_all(operand[ranks, i], output[ranks, i], drawn[part][i])
         np.testing.assert_array_equal(actual[ranks, i], wanted)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(
-    ("axis", "shard_axis", "spread"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False), (0, 0, True)]
-)
-def test_vmap_outside(
-    axis: int,
-    shard_axis: int,
-    spread: bool,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
-) -> None:
-    """A jitted shard_map over one axis of two is batched along either axis of its operands.
-
-    Args:
-      spread: whether the batch lies on the other axis.
-    """
-    batch = 2
-    mesh = helpers.mesh_of(ep=2, y=2)
-    group = open_group(mesh=mesh)
-    operand, output = rng.standard_normal((2, batch, 2, ROWS)).astype(np.float32)
-    drawn = [draw_slices(rng, 1, 2) for _ in range(batch)]
-    stacked = [operand, output, *(np.stack(x) for x in zip(*drawn, strict=True))]  # [batch, R, ...]
-    spec = P("ep") if shard_axis == 0 else P(None, "ep")
-
-    def on_rank(*here: jax.Array) -> jax.Array:
-        return exchange(group, implementation)(*(x.reshape(-1) for x in here)).reshape(here[1].shape)
-
-    mapped = jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec))
-    laid_out = [x if shard_axis == 0 else x.swapaxes(1, 2) for x in stacked]  # ranks along the sharded axis
-    given = [np.moveaxis(x, 0, axis) for x in laid_out]
-    if spread:
-        given = [jax.device_put(x, NamedSharding(mesh, P("y", "ep"))) for x in given]
-    batched = helpers.fetch(jax.vmap(mapped, in_axes=axis)(*given))
-    actual = batched if shard_axis == 0 else batched.swapaxes(1, 2)
-    for i, slices in enumerate(drawn):
-        np.testing.assert_array_equal(actual[i], oracle.ragged_all_to_all(operand[i], output[i], slices))
 
 
 def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:

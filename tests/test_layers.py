@@ -198,10 +198,6 @@ def draw_float8(rng: np.random.Generator, dtype: Any, tokens: int = 12) -> tuple
     return layer, case.ids, rng.standard_normal(case.tokens.shape).astype(dtype)
 
 
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.linalg.norm(helpers.wide(found) - expected) / np.linalg.norm(expected))
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
@@ -213,7 +209,7 @@ def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: n
     assert_same_bits(ours[0], wanted[0])
     for name, mine, theirs in zip(layer._fields, ours[1], wanted[1], strict=True):
         allowed = 0.05 if name == "weights" else max(2 * float(jnp.finfo(dtype).eps), 1e-5)
-        assert relative(mine, helpers.wide(theirs)) < allowed, name
+        assert helpers.relative(mine, helpers.wide(theirs)) < allowed, name
     assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
 
 
@@ -235,7 +231,7 @@ def test_quantized_matrices(implementation: Implementation, open_group: OpenGrou
     (first, *others), (exact, found) = helpers.fetch(helpers.per_rank(all_of_them, group.mesh)(layer, ids, cotangent))
     for other in others:
         assert_same_bits(other, first)
-    assert 0.001 < relative(found, helpers.wide(exact)) < 0.1
+    assert 0.001 < helpers.relative(found, helpers.wide(exact)) < 0.1
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])

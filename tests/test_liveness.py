@@ -49,25 +49,34 @@ def store() -> Store:
     return Store(FailureDetector(OTHERS, TIMEOUT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
 
-def test_who_writes_lives(store: Store) -> None:
-    assert store.wait(5 * TIMEOUT) is None
+EVERYBODY, NOBODY = (1, 2), ()
+LOST = f"{OTHERS[2]} sent no heartbeat for 10."
+AWAY = "the coordinator of jax.distributed, in process 0, did not answer for 10."
+# For so many seconds some are silent, or the store is; and what is lost then.
+SCENES: dict[str, list[tuple[float, tuple[int, ...], bool, str | None]]] = {
+    "who writes lives": [(5 * TIMEOUT, NOBODY, True, None)],
+    "who falls silent is lost after the timeout": [(TIMEOUT - 0.2, (2,), True, None), (0.5, (2,), True, LOST)],
+    "a sign in time begins anew": [(TIMEOUT - 0.2, (1,), True, None), (0.1, NOBODY, True, None)] * 4,
+    "a store that was away excuses everybody, who could not write": [
+        (TIMEOUT - 1, NOBODY, False, None),
+        (1.0, EVERYBODY, True, None),  # the first read may be older than what they write now
+        (TIMEOUT, NOBODY, True, None),
+    ],
+    "a store that stays away is the loss of process 0": [(TIMEOUT + 1, NOBODY, False, AWAY)],
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_who_is_lost(scene: str, store: Store) -> None:
+    for seconds, silent, answers, wanted in SCENES[scene]:
+        lost = store.wait(seconds, silent=silent, answers=answers)
+        assert lost is None if wanted is None else str(lost).startswith(wanted)
+
+
+def test_the_longest_silence_is_told(store: Store) -> None:
     assert store.detector.longest() is None
-
-
-def test_who_falls_silent_is_lost_after_the_timeout(store: Store) -> None:
-    assert store.wait(TIMEOUT - 0.2, silent=(2,)) is None
-    suspect = store.detector.longest()
-    assert suspect is not None
-    assert suspect.startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
-    lost = store.wait(0.5, silent=(2,))
-    assert lost is not None
-    assert lost.startswith(f"{OTHERS[2]} sent no heartbeat for 10.")
-
-
-def test_a_sign_in_time_begins_anew(store: Store) -> None:
-    for _ in range(4):
-        assert store.wait(TIMEOUT - 0.2, silent=(1,)) is None
-        assert store.wait(0.1) is None
+    store.wait(TIMEOUT - 0.2, silent=(2,))
+    assert str(store.detector.longest()).startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
 
 
 def test_a_closed_group_may_fall_silent(store: Store) -> None:
@@ -100,19 +109,6 @@ def test_a_process_that_was_stopped_blames_nobody(store: Store) -> None:
     assert store.wait(TIMEOUT - 1, silent=(1, 2)) is None
     assert store.look(1000.0) is None
     assert store.wait(0.5) is None
-
-
-def test_a_store_that_was_away_excuses_everybody(store: Store) -> None:
-    """Nobody could write either; the first read afterwards may be older than what they write now."""
-    assert store.wait(TIMEOUT - 1, answers=False) is None
-    assert store.wait(1.0, silent=(1, 2)) is None
-    assert store.wait(TIMEOUT, answers=True) is None
-
-
-def test_a_store_that_stays_away_is_the_loss_of_process_0(store: Store) -> None:
-    lost = store.wait(TIMEOUT + 1, answers=False)
-    assert lost is not None
-    assert lost.startswith("the coordinator of jax.distributed, in process 0, did not answer for 10.")
 
 
 def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:

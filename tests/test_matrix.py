@@ -17,7 +17,7 @@ import moe_oracle
 import numpy as np
 import pytest
 from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
-from test_nodes import by_rank, over
+from test_nodes import over
 
 from jax_ep import CapacityError, Group
 from jax_ep.ops.moe import api
@@ -206,7 +206,7 @@ def test_numbers(
         tangents, cotangent = directions(operands, rng)
         transformed = partial(under.derive, under.wrap(body(form, group)))
         program = helpers.per_rank(transformed, group.mesh, check_vma=under.check_vma)
-        given = on_ranks((*operands[:2], tangents, cotangent), group)
+        given = helpers.on_mesh(group.mesh, (*operands[:2], tangents, cotangent))
         if refused := matrix_forms.refused(form):
             with pytest.raises((ValueError, TypeError), match=refused):
                 jax.eval_shape(program, *given)
@@ -225,8 +225,7 @@ def test_numbers(
         group.check()
         if under.donated:
             assert all(x.is_deleted() for x in jax.tree.leaves(given[0]))
-        if group.nodes > 1:
-            actual = by_rank(actual, group)
+        actual = helpers.by_rank(group.mesh, actual)
     wanted = expected(under, exact, form, operands, tangents, cotangent)
     # A scan amplifies the rounding of its first layers: `jax.lax` alone errs by 0.038 in bfloat16.
     amplified = 2 if under.plain is one_after_the_other else 1
@@ -265,11 +264,6 @@ def directions(operands: Operands, rng: np.random.Generator) -> tuple[Any, np.nd
     tangents = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), operands.floats)
     tokens = (operands.floats | operands.known)["tokens"]
     return tangents, rng.standard_normal(tokens.shape).astype(tokens.dtype)
-
-
-def on_ranks(operands: Any, group: Group) -> Any:
-    """[R, ...] by the axes of the mesh."""
-    return jax.tree.map(lambda x: x.reshape(*group.mesh.axis_sizes, *x.shape[1:]), operands)
 
 
 def expected(

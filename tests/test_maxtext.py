@@ -16,12 +16,6 @@ from jax_ep.__main__ import load
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 12, 10, 2
 
 
-def routed(logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.argsort(-logits, axis=1)[:, :TOP_K]
-    powers = np.exp(np.take_along_axis(logits, ids, axis=1))
-    return ids, powers / powers.sum(axis=1, keepdims=True)
-
-
 def gradient_of_logits(of_weights: np.ndarray, weights: np.ndarray, ids: np.ndarray, shape: Any) -> np.ndarray:
     """Through the softmax over the chosen ones."""
     found = np.zeros(shape)
@@ -38,7 +32,7 @@ def test_values_and_gradients(name: str, axes: tuple[int, int, int], rng: np.ran
     tokens = 5 * 8  # of all devices
     x, logits = (rng.standard_normal((tokens, width)).astype(np.float32) for width in (HIDDEN, EXPERTS))
     logits[:, 1] += 2  # a busy expert
-    ids, weights = routed(logits)
+    ids, weights = moe_oracle.routed(logits, TOP_K)
     layer = moe_oracle.draw_layer(rng, x[None], weights[None].astype(np.float32), EXPERTS, WIDTH)
     cotangent = rng.standard_normal(x.shape).astype(np.float32)
     expected, gradient = moe_oracle.gated_experts(layer, ids[None], cotangent[None])

@@ -14,7 +14,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Group, Implementation, combine, dispatch, matmul_all_reduce, sparse_all_reduce
+from jax_ep import Group, Implementation, dispatch, matmul_all_reduce, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all
 from jax_ep.ops.sparse.types import SparseRows
 
@@ -28,28 +28,6 @@ def over(mesh: Mesh, axes: Any, **options: Any) -> Group:
 
 def flat(*ranks: np.ndarray) -> list[np.ndarray]:
     return [x.reshape(-1, *x.shape[2:]) for x in ranks]
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]], ids=" ".join)
-@pytest.mark.parametrize("lines", [1, 2])
-def test_ranks_of_two_axes(
-    axes: tuple[str, str], lines: int, implementation: Implementation, rng: np.random.Generator
-) -> None:
-    """They are numbered as `jax.lax.axis_index` does, and `PartitionSpec`: the last axis of the tuple runs fastest."""
-    mesh = helpers.mesh_of(data=lines, context=2, expert=2)
-    spec = P(("data", *axes))
-    cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(lines)]
-    with over(mesh, axes) as group:
-        assert group.size == SIZE
-        assert group.axis_name == axes
-        both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
-        program = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=spec, out_specs=spec))
-        operands = flat(*(np.concatenate(x) for x in zip(*cases, strict=True)))
-        results = helpers.fetch(program(*operands))
-    for index, case in enumerate(cases):
-        actual: Any = jax.tree.map(lambda x, i=index: np.split(x, lines)[i].reshape(SIZE, -1, *x.shape[1:]), results)
-        helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
 
 
 def test_ops_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
@@ -193,27 +171,37 @@ def test_a_mesh_without_devices(implementation: Implementation, rng: np.random.G
     helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
 
 
-MESHES: list[dict[str, int]] = [{"dp": 2, "ep": 4}, {"ep": 2, "dp": 2}, {"ep": 4, "dp": 2}, {"dp": 2, "ep": 2, "tp": 2}]
+MESHES: list[tuple[dict[str, int], Any]] = [
+    *(({"dp": 2, "ep": 4}, "ep"), ({"ep": 2, "dp": 2}, "ep"), ({"ep": 4, "dp": 2}, "ep")),
+    ({"dp": 2, "ep": 2, "tp": 2}, "ep"),
+    *(({"data": lines, "context": 2, "expert": 2}, axes) for lines, axes in ((1, BOTH), (2, BOTH), (2, BOTH[::-1]))),
+]
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(("shape", "axes"), MESHES, ids=str)
 def test_one_group_for_each_line(
-    axes: dict[str, int], implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    shape: dict[str, int], axes: Any, implementation: Implementation, rng: np.random.Generator
 ) -> None:
-    mesh = helpers.mesh_of(**axes)
-    group = open_group(mesh=mesh)
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
-    size, place = axes["ep"], list(axes).index("ep")
-    lines = [helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(mesh.size // size)]
-    others = [axes[name] for name in axes if name != "ep"]
+    """Ranks are numbered as `jax.lax.axis_index` does, and `PartitionSpec`: the last axis of a tuple runs fastest."""
+    mesh, names = helpers.mesh_of(**shape), list(shape)
+    along = [names.index(axis) for axis in ([axes] if isinstance(axes, str) else axes)]
+    order = [*(i for i in range(len(names)) if i not in along), *along]  # of lines, then of ranks
+    with over(mesh, axes) as group:
+        assert (group.axis_name, group.size) == (axes, np.prod([mesh.devices.shape[i] for i in along]))
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
+        count = mesh.size // group.size
+        lines = [helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(count)]
 
-    def spread(*ranks: np.ndarray) -> np.ndarray:  # one array [R, ...] a line -> the mesh's axes in front
-        return np.moveaxis(np.stack(ranks).reshape(*others, *ranks[0].shape), len(others), place)
+        def spread(*ranks: np.ndarray) -> np.ndarray:  # [R, ...] of each line -> the mesh's axes in front
+            by_axis = np.concatenate(ranks).reshape(*(mesh.devices.shape[i] for i in order), *ranks[0].shape[1:])
+            return by_axis.transpose(*np.argsort(order), *range(len(order), by_axis.ndim))
+
+        results = helpers.fetch(program(*map(spread, *lines)))
 
     def line(x: np.ndarray, index: int) -> np.ndarray:
-        return np.moveaxis(x, place, len(others)).reshape(-1, size, *x.shape[len(axes) :])[index]
+        by_axis = x.transpose(*order, *range(len(order), x.ndim))
+        return by_axis.reshape(count, group.size, *x.shape[len(order) :])[index]
 
-    results = helpers.fetch(program(*(spread(*operand) for operand in zip(*lines, strict=True))))
     for index, case in enumerate(lines):
         actual: Any = jax.tree.map(lambda x, index=index: line(x, index), results)
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
@@ -277,20 +265,17 @@ def test_operands_equal_on_all_ranks(
     specs = {name: P() if name in shared else P("ep") for name in case}
     operands = {name: x[0] if name in shared else np.concatenate(x) for name, x in case.items()}
 
-    def body(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
-        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation=implementation)
-        return combine(out.rows**2, out.routing, group=group, implementation=implementation)
-
+    both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS, implementation=implementation)
     mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(specs["tokens"], specs["weights"], specs["ids"]), out_specs=P(mesh.axis_names)
+        lambda *x: both(*x)[1], mesh=mesh, in_specs=tuple(specs.values()), out_specs=P(mesh.axis_names)
     )
 
-    def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        combined = mapped(tokens, weights, ids)
+    def loss(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        combined = mapped(*operands)
         return combined.sum(), combined
 
-    program = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    (d_tokens, d_weights), combined = helpers.fetch(program(operands["tokens"], operands["weights"], operands["ids"]))
+    program = jax.jit(jax.grad(loss, argnums=(0, 2), has_aux=True))
+    (d_tokens, d_weights), combined = helpers.fetch(program(*operands.values()))
 
     repeated = {name: np.broadcast_to(x[:1], x.shape) if name in shared else x for name, x in case.items()}
     layout = oracle.dispatch(*repeated.values(), num_experts=EXPERTS, capacity=axes["ep"] * TOKENS * TOP_K)

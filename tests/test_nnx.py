@@ -39,10 +39,7 @@ def test_values_of_a_layer(example: ModuleType, implementation: Implementation, 
         layer = example.nnx.jit(lambda: example.MoeMlp(config, group, example.nnx.Rngs(0)))()
         out, _ = helpers.fetch(example.nnx.jit(lambda layer, x: layer(x))(layer, x))
         router, *matrices = (np.asarray(each[...]) for each in (layer.router, layer.gate, layer.up, layer.down))
-    scores = np.exp((x @ router).astype(np.float64))
-    ids = np.argsort(-scores, axis=1)[:, : config.top_k]
-    weights = np.take_along_axis(scores, ids, axis=1)
-    weights /= weights.sum(axis=1, keepdims=True)
+    ids, weights = moe_oracle.routed((x @ router).astype(np.float64), config.top_k)
     expected, _ = moe_oracle.gated_experts(
         moe_oracle.Layer(*(each[None] for each in (x, weights, *matrices))), ids[None], np.zeros_like(x)[None]
     )

@@ -42,8 +42,8 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
 
 def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
     with over(2, 2) as group:
+        operands = helpers.on_mesh(group.mesh, case)
         options: dict[str, Any] = {"nodes": NodeOptions(3), "on_overflow": "drop", "implementation": implementation}
 
         def body(wrong: int, *operands: jax.Array) -> jax.Array:
@@ -61,8 +61,8 @@ def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.r
 
 def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
     with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
+        operands = helpers.on_mesh(group.mesh, case)
         for here, there, match in ((group, one, "across nodes, group is of one node"), (one, group, "of one node,")):
 
             def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:

@@ -30,7 +30,7 @@ pytestmark = [
 def launch(nodes: int, devices: int, *what: str, processes: int = 1, **options: Any) -> str:
     """Runs the worker in `processes` for each of `nodes`, with `devices` each."""
     arguments = (*what, f"--cpu-devices={devices}", f"--nodes={nodes}")
-    return launch_script(Path(worker.__file__), *arguments, processes=nodes * processes, **options)
+    return launch_script(worker.__file__, *arguments, processes=nodes * processes, **options)
 
 
 @pytest.mark.parametrize(("nodes", "processes", "devices"), SHAPES)
@@ -73,8 +73,7 @@ def test_a_lost_process_is_named(how: str, lost: int) -> None:
     ],
 )
 def test_a_process_that_lives_and_does_not_come(how: str, errors: list[str], tmp_path: Path) -> None:
-    environment = {"JAX_EP_DUMP": str(tmp_path)}
     code = watchdog.EXIT_CODE if how == "hang, exit" else 0
-    output = launch(2, 2, how, exit_code=code, environment=environment)
+    output = launch(2, 2, how, exit_code=code, JAX_EP_DUMP=str(tmp_path))
     assert "Error: Group(" in output  # in the log
     assert sorted(json.loads(path.read_text())["error"] for path in tmp_path.glob("*.json")) == errors

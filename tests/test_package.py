@@ -3,13 +3,13 @@
 import importlib.metadata
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import gpu
+import helpers
 import jax
 import pytest
 
@@ -46,9 +46,9 @@ def test_a_library_of_another_version_is_refused() -> None:
         "ffi.__version__ = '0.0.9'\n"
         "jax_ep.Group(jax.make_mesh((1,), ('ep',)), 'ep')"
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=gpu.ROOT, check=False)
-    assert f"is of jax_ep {jax_ep.__version__}, the Python code of 0.0.9: install jax_ep again" in run.stderr
-    assert run.stderr.count("Traceback") == 1
+    output = helpers.run_python("-c", script, exit_code=1)
+    assert f"is of jax_ep {jax_ep.__version__}, the Python code of 0.0.9: install jax_ep again" in output
+    assert output.count("Traceback") == 1
 
 
 def test_readme_names_the_last_run_on_gpus() -> None:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +26,32 @@ SIZE = PROCESSES * CPU_DEVICES
 MORE_RANKS = 4  # where there are fewer GPUs, they are shared
 
 # On GPUs: XLA's pool as one region, not as regions that grow as conftest asks for; memory that nobody else can map.
-PREALLOCATED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
-UNMAPPABLE = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+PREALLOCATED: dict[str, Any] = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}
+UNMAPPABLE: dict[str, Any] = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
 # Between processes XLA's ragged_all_to_all goes by NCCL, which jax 0.11 and newer refuse unless told so.
 ALLOW_NCCL = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true" if jax.__version_info__ >= (0, 11) else ""
-RAGGED_BY_NCCL = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ALLOW_NCCL}".strip()}
+RAGGED_BY_NCCL: dict[str, Any] = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {ALLOW_NCCL}".strip()}
 
 pytestmark = [pytest.mark.usefixtures("native"), pytest.mark.timeout(300)]
 on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs several GPUs")
 
 
-def launch(folder: Path, *arguments: str, processes: int = PROCESSES, environment: dict[str, str] | None = None) -> str:
+def launch(folder: Path, *arguments: str, processes: int = PROCESSES, **variables: Any) -> str:
     """Runs the worker in all processes; what it prints."""
     options = (str(folder), f"--cpu-devices={CPU_DEVICES}", *arguments)
-    return launch_script(Path(worker.__file__), *options, processes=processes, environment=environment)
+    return launch_script(worker.__file__, *options, processes=processes, **variables)
 
 
-def launch_script(
-    script: Path,
-    *arguments: str,
-    processes: int = PROCESSES,
-    environment: dict[str, str] | None = None,
-    exit_code: int = 0,
-) -> str:
-    """Runs a script of this folder in all processes; returns its output, which is shown where it fails.
+def launch_script(script: str, *arguments: str, processes: int, exit_code: int = 0, **variables: Any) -> str:
+    """Runs a script of this folder in all processes; its output.
 
     Args:
       exit_code: of the launcher; that of the first process that fails.
     """
-    tests = script.parent
-    paths = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    given = os.environ | {"PYTHONPATH": paths} | ({"JAX_PLATFORMS": "cpu"} if ON_CPU else {}) | (environment or {})
-    command = [sys.executable, "-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, GPUS)}"]
-    result = subprocess.run(
-        [*command, str(script), *arguments],
-        env=given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == exit_code, result.stdout
-    assert exit_code or f"process 0 of {processes} is done" in result.stdout, result.stdout
-    return result.stdout
+    command = ("-m", "jax_ep.launch", f"-n={processes}", f"--gpus={min(processes, GPUS)}", script)
+    output = helpers.run_python(*command, *arguments, exit_code=exit_code, **variables)
+    assert exit_code or f"process 0 of {processes} is done" in output, output
+    return output
 
 
 def assemble(folder: Path, way: str, like: dict[str, Any], size: int = SIZE) -> dict[str, Any]:
@@ -103,14 +83,14 @@ def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[d
 
 
 def test_as_one_process(tmp_path: Path) -> None:
-    """Whether peers map memory or stage it, also within a process. Then what test_mismatch.py and
-    test_beside_collectives.py have of one."""
+    """Whether peers map memory or stage it, also within a process. Then calls that differ, and what
+    test_beside_collectives.py has of one."""
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     expected, ops = in_one_process()
     assert helpers.bits(in_one_process(staged=True)[0]) == helpers.bits(expected)
     checks = ["mapped", "staged", "overflow", "mismatches", "beside", *["resources"] * (jax.device_count() > 1)]
     shared = [] if ON_CPU or GPUS >= PROCESSES else ["--shared"]
-    output = launch(tmp_path, *checks, *shared, environment=None if ON_CPU else RAGGED_BY_NCCL)
+    output = launch(tmp_path, *checks, *shared, **({} if ON_CPU else RAGGED_BY_NCCL))
     for way in ("mapped", "staged"):
         found = assemble(tmp_path, way, expected)
         assert_right(found, ops)
@@ -129,9 +109,9 @@ def test_as_one_process(tmp_path: Path) -> None:
     [PREALLOCATED, UNMAPPABLE, {"JAX_EP_DEBUG_POISON": "1"}],
     ids=["preallocated", "unmappable", "poisoned"],
 )
-def test_other_memory(environment: dict[str, str], tmp_path: Path) -> None:
+def test_other_memory(environment: dict[str, Any], tmp_path: Path) -> None:
     expected, ops = in_one_process()
-    launch(tmp_path, "mapped", "overflow", environment=environment)
+    launch(tmp_path, "mapped", "overflow", **environment)
     found = assemble(tmp_path, "mapped", expected)
     assert_right(found, ops)
     assert helpers.bits(found) == helpers.bits(expected)

@@ -1,4 +1,4 @@
-"""`jax_ep.lax.ragged_dot` against numpy in float64, and that its programs for CUDA run on the GEMM core."""
+"""`jax_ep.lax.ragged_dot`, of rows as they are or gathered, against numpy in float64, and where it runs for CUDA."""
 
 import inspect
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +28,7 @@ class Case(NamedTuple):
     contracted: int
     columns: int
     sizes: tuple[int, ...]
+    of: int = 0  # rows that are gathered out of so many; 0: they are not
 
 
 CASES = [
@@ -37,6 +39,14 @@ CASES = [
     Case(97, 16, 40, (50, 40, 30)),  # more than there are
     Case(33, 13, 9, (20, 3)),  # no multiples of 8
     Case(1000, 512, 384, (1, 2, 3, 4, 5, 6, 7, 8, 500, 100)),
+]
+GATHERED = [
+    Case(300, 72, 136, (0, 1, 127, 0, 130, 17, 0), of=40),
+    Case(256, 128, 256, (128, 128), of=256),
+    Case(97, 16, 40, (50, 40, 30), of=900),  # more than there are
+    Case(1000, 256, 384, (1, 2, 3, 4, 5, 6, 7, 8, 500, 100), of=17),
+    Case(40, 24, 8, (0, 0, 40), of=1),
+    Case(33, 13, 9, (20, 3), of=5),  # no multiples of 8
 ]
 
 
@@ -50,38 +60,55 @@ def test_signature_is_that_of_jax() -> None:
     assert implementation == ("implementation", inspect.Parameter.KEYWORD_ONLY, "auto")
 
 
-def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    lhs = rng.standard_normal((case.rows, case.contracted)).astype(dtype)
+class Operands(NamedTuple):
+    lhs: Any
+    rhs: Any
+    sizes: Any
+    indices: Any
+    cotangent: Any
+
+
+def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> Operands:
+    """Indices are repeated, and -1 is among them."""
+    lhs = rng.standard_normal((case.of or case.rows, case.contracted)).astype(dtype)
     rhs = rng.standard_normal((len(case.sizes), case.contracted, case.columns)).astype(dtype)
-    return lhs, rhs, np.array(case.sizes, np.int32)
+    indices = rng.integers(-1, case.of, case.rows, dtype=np.int32) if case.of else None
+    cotangent = rng.standard_normal((case.rows, case.columns)).astype(dtype)
+    return Operands(lhs, rhs, np.array(case.sizes, np.int32), indices, cotangent)
 
 
-def ranges(case: Case) -> list[slice]:
-    ends = np.minimum(np.cumsum(case.sizes), case.rows)
-    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+def exact(lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> tuple[np.ndarray, ...]:
+    """The product and both gradients."""
+    if indices is None:
+        return oracle.ragged_dot(lhs, rhs, sizes), *oracle.ragged_dot_gradients(lhs, rhs, sizes, cotangent)
+    rows, d_lhs = lhs[np.clip(indices, 0, len(lhs) - 1)].astype(np.float64), np.zeros(lhs.shape)
+    inside = (indices >= 0) & (indices < len(lhs))
+    rows[~inside] = np.where(indices[~inside, None] == -1, 0, np.nan)
+    product, d_rows, d_rhs = exact(rows, rhs, sizes, None, cotangent)
+    np.add.at(d_lhs, indices[inside], d_rows[inside])
+    return product, d_lhs, d_rhs
 
 
-def exact(case: Case, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:
-    out = np.zeros((case.rows, case.columns))
-    for group, rows in enumerate(ranges(case)):
-        out[rows] = lhs[rows].astype(np.float64) @ rhs[group].astype(np.float64)
-    return out
+def magnitudes(lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> tuple[np.ndarray, ...]:
+    return exact(np.abs(lhs), np.abs(rhs), sizes, indices, np.abs(cotangent))
 
 
-def exact_gradients(case: Case, lhs: np.ndarray, rhs: np.ndarray, cotangent: np.ndarray) -> tuple[np.ndarray, ...]:
-    d_lhs, d_rhs = np.zeros(lhs.shape), np.zeros(rhs.shape)
-    for group, rows in enumerate(ranges(case)):
-        above = cotangent[rows].astype(np.float64)
-        d_lhs[rows] = above @ rhs[group].astype(np.float64).T
-        d_rhs[group] = lhs[rows].astype(np.float64).T @ above
-    return d_lhs, d_rhs
+def product_and_gradients(
+    lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any, result: Any = None
+) -> tuple[jax.Array, ...]:
+    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes, preferred_element_type=result, lhs_indices=indices)
+
+    out, pull = jax.vjp(product, lhs, rhs)
+    return out, *pull(cotangent.astype(out.dtype))
 
 
-def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray) -> None:
-    """Within the rounding of float32 sums and of the result's dtype."""
-    unit = float(jnp.finfo(actual.dtype).eps)
+def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, roundings: int = 1) -> None:
+    """Within the rounding of float32 sums and so many to the result's dtype."""
+    limits = jnp.finfo(actual.dtype)
     error = np.abs(np.asarray(actual, np.float64) - wanted)
-    allowed = unit * np.abs(wanted) + 32 * 2.0**-23 * magnitude + float(jnp.finfo(actual.dtype).smallest_subnormal)
+    allowed = float(limits.eps) * (np.abs(wanted) + (roundings - 1) * magnitude)
+    allowed += 32 * roundings * 2.0**-23 * magnitude + float(limits.smallest_subnormal)
     assert np.all(error <= allowed), f"{error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
 
 
@@ -90,51 +117,60 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("dtype", "result"), [*((dtype, None) for dtype in (BFLOAT16, FLOAT16, FLOAT32)), (BFLOAT16, FLOAT32)], ids=str
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_product(case: Case, dtype: np.dtype, result: np.dtype | None, rng: np.random.Generator) -> None:
-    lhs, rhs, sizes = draw(rng, case, dtype)
-    out = jax.jit(partial(ragged_dot, preferred_element_type=result))(lhs, rhs, sizes)
-    assert out.dtype == (result or dtype)
-    assert_near(out, exact(case, lhs, rhs), exact(case, np.abs(lhs), np.abs(rhs)))
-
-
-def gradients(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-    _, pull = jax.vjp(lambda lhs, rhs: ragged_dot(lhs, rhs, sizes), lhs, rhs)
-    return pull(cotangent)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients(case: Case, dtype: np.dtype, rng: np.random.Generator) -> None:
-    lhs, rhs, sizes = draw(rng, case, dtype)
-    cotangent = rng.standard_normal((case.rows, case.columns)).astype(dtype)
-    actual = jax.jit(gradients)(lhs, rhs, sizes, cotangent)
-    wanted = exact_gradients(case, lhs, rhs, cotangent)
-    magnitudes = exact_gradients(case, *(np.abs(x) for x in (lhs, rhs, cotangent)))
-    for mine, right, magnitude in zip(actual, wanted, magnitudes, strict=True):
-        assert mine.dtype == dtype
-        assert_near(mine, right, magnitude)
+@pytest.mark.parametrize("case", CASES + GATHERED, ids=str)
+def test_product_and_gradients(case: Case, dtype: np.dtype, result: Any, rng: np.random.Generator) -> None:
+    """The cotangents of gathered rows are rounded before they are summed."""
+    operands = draw(rng, case, dtype)
+    found = jax.jit(partial(product_and_gradients, result=result))(*operands)
+    assert [x.dtype for x in found] == [result or dtype, dtype, dtype]
+    roundings = (1, 2 if case.of else 1, 1)
+    for mine, wanted, size, most in zip(found, exact(*operands), magnitudes(*operands), roundings, strict=True):
+        assert_near(mine, wanted, size, most)
 
 
 @pytest.mark.usefixtures("core")
 def test_other_groups_are_not_seen(rng: np.random.Generator) -> None:
     """NaN and infinity in one group, and behind the last, stay there in the product and in both gradients."""
-    case = Case(100, 64, 72, (30, 21, 40))
-    lhs, rhs, sizes = draw(rng, case, BFLOAT16)
-    cotangent = rng.standard_normal((case.rows, case.columns)).astype(BFLOAT16)
+    operands = draw(rng, Case(100, 64, 72, (30, 21, 40)), BFLOAT16)
     bad, clean = slice(30, 51), np.r_[0:30, 51:91]
-    wanted = exact_gradients(case, lhs, rhs, cotangent)
-    product = exact(case, lhs, rhs)
-    lhs[bad], lhs[91:], cotangent[bad] = np.nan, np.inf, np.inf
-    out = np.asarray(jax.jit(ragged_dot)(lhs, rhs, sizes), np.float64)
-    d_lhs, d_rhs = (np.asarray(x, np.float64) for x in jax.jit(gradients)(lhs, rhs, sizes, cotangent))
-    assert np.isnan(out[bad]).all()
-    for mine, right in ((out, product), (d_lhs, wanted[0])):
+    product, d_lhs, d_rhs = exact(*operands)
+    operands.lhs[bad], operands.lhs[91:], operands.cotangent[bad] = np.nan, np.inf, np.inf
+    found = [np.asarray(x, np.float64) for x in jax.jit(product_and_gradients)(*operands)]
+    assert np.isnan(found[0][bad]).all()
+    for mine, right in zip(found, (product, d_lhs), strict=False):
         np.testing.assert_allclose(mine[clean], right[clean], rtol=0.01, atol=0.01)
         assert not mine[91:].any()
-    np.testing.assert_allclose(d_rhs[[0, 2]], wanted[1][[0, 2]], rtol=0.01, atol=0.01)
+    np.testing.assert_allclose(found[2][[0, 2]], d_rhs[[0, 2]], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("bad", [-2, 40, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
+def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: np.random.Generator) -> None:
+    operands = draw(rng, Case(200, 64, 72, (70, 60, 50), of=40), BFLOAT16)
+    right = exact(*operands)
+    at = rng.integers(70, 130)
+    operands.indices[[at, 190]] = bad  # in the second group and behind the last
+    out, d_lhs, d_rhs = (np.asarray(x, np.float64) for x in jax.jit(product_and_gradients)(*operands))
+    assert np.isnan(out[at]).all()
+    assert np.isnan(d_rhs[1]).all()
+    others = np.arange(200) != at
+    np.testing.assert_allclose(out[others], right[0][others], rtol=0.02, atol=0.05)
+    np.testing.assert_allclose(d_rhs[[0, 2]], right[2][[0, 2]], rtol=0.02, atol=0.05)
+    assert np.isfinite(d_lhs).all()
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize(("rows", "indices"), [(3, 0), (0, 4), (0, 0)])
+def test_nothing_to_gather(rows: int, indices: int) -> None:
+    lhs, rhs, sizes = jnp.ones((rows, 8), BFLOAT16), jnp.ones((2, 8, 16), BFLOAT16), jnp.array([indices, 0])
+    out, pull = jax.vjp(lambda x, y: ragged_dot(x, y, sizes, lhs_indices=jnp.full(indices, -1)), lhs, rhs)
+    assert out.shape == (indices, 16)
+    for x in (out, *pull(out)):
+        assert not np.asarray(x).any()
+
+
+def test_gradients_have_the_same_bits_each_time(rng: np.random.Generator) -> None:
+    helpers.assert_same_bits_again(jax.jit(product_and_gradients), draw(rng, GATHERED[3], BFLOAT16), 1)
 
 
 @pytest.mark.usefixtures("core")
@@ -145,8 +181,8 @@ def test_inside_shard_map_and_scan(rng: np.random.Generator) -> None:
     size, case = 2, Case(48, 16, 16, (20, 0, 25))
     mesh = helpers.mesh_of(ep=size)
     pieces = [draw(rng, case, BFLOAT16) for _ in range(size)]
-    lhs, rhs = np.concatenate([piece[0] for piece in pieces]), pieces[0][1]
-    sizes = np.concatenate([piece[2] for piece in pieces])
+    rhs, ones = pieces[0].rhs, np.ones((case.rows, case.columns), BFLOAT16)
+    lhs, sizes = (np.concatenate(x) for x in ([piece.lhs for piece in pieces], [piece.sizes for piece in pieces]))
 
     def loss(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -161,34 +197,49 @@ def test_inside_shard_map_and_scan(rng: np.random.Generator) -> None:
     specs = (P("ep"), P(), P("ep"))
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P(), (P("ep"), P()))))
     value, (d_lhs, d_rhs) = helpers.fetch(program(lhs, rhs, sizes))
-    ones = np.ones((case.rows, case.columns), BFLOAT16)
-    wanted = [exact_gradients(case, piece[0], rhs, ones) for piece in pieces]
-    total = sum(exact(case, piece[0], rhs).sum() for piece in pieces)
+    wanted = [exact(piece.lhs, rhs, piece.sizes, None, ones) for piece in pieces]
+    total = sum(w[0].sum() for w in wanted)
     np.testing.assert_allclose(value, total, rtol=0.01, atol=1)
-    np.testing.assert_allclose(d_lhs.astype(np.float64), np.concatenate([w[0] for w in wanted]), rtol=0.02, atol=0.1)
-    np.testing.assert_allclose(d_rhs.astype(np.float64), wanted[0][1] + wanted[1][1], rtol=0.02, atol=0.2)
+    np.testing.assert_allclose(d_lhs.astype(np.float64), np.concatenate([w[1] for w in wanted]), rtol=0.02, atol=0.1)
+    np.testing.assert_allclose(d_rhs.astype(np.float64), wanted[0][2] + wanted[1][2], rtol=0.02, atol=0.2)
 
 
 @pytest.mark.usefixtures("core")
-def test_vmap(rng: np.random.Generator) -> None:
-    case, count = Case(30, 16, 24, (10, 5, 12)), 3
-    operands = [draw(rng, case, BFLOAT16) for _ in range(count)]
-    out = jax.jit(jax.vmap(ragged_dot))(*(np.stack(each) for each in zip(*operands, strict=True)))
-    for mine, (lhs, rhs, _) in zip(out, operands, strict=True):
-        assert_near(mine, exact(case, lhs, rhs), exact(case, np.abs(lhs), np.abs(rhs)))
+@pytest.mark.parametrize("batched", [(0, 0, 0), (0, 0, 0, 0), (None, None, None, 0), (0, None, None, None)], ids=str)
+def test_vmap(batched: tuple[int | None, ...], rng: np.random.Generator) -> None:
+    case, count = Case(30, 16, 24, (10, 5, 12), of=7 if len(batched) > 3 else 0), 3
+    drawn = [draw(rng, case, BFLOAT16) for _ in range(count)]
+    operands = [np.stack(x) if b == 0 else x[0] for x, b in zip(zip(*drawn, strict=True), batched, strict=False)]
+
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: Any = None) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes, lhs_indices=indices)
+
+    out = jax.jit(jax.vmap(product, in_axes=batched))(*operands)
+    for i, mine in enumerate(out):
+        each = drawn[0]._replace(
+            **{name: x[i] for name, x, b in zip(Operands._fields, operands, batched, strict=False) if b == 0}
+        )
+        assert_near(mine, exact(*each)[0], magnitudes(*each)[0])
 
 
 @pytest.mark.usefixtures("core")
 def test_bad_operands_are_refused() -> None:
-    lhs, rhs, sizes = jnp.zeros((8, 8), BFLOAT16), jnp.zeros((2, 16, 8), BFLOAT16), jnp.zeros(2, jnp.int32)
+    lhs, rhs, sizes = jnp.zeros((8, 8), BFLOAT16), jnp.zeros((2, 8, 8), BFLOAT16), jnp.zeros(2, jnp.int32)
     with pytest.raises((TypeError, ValueError)):
-        ragged_dot(lhs, rhs, sizes)  # 8 is not 16
+        ragged_dot(lhs, jnp.zeros((2, 16, 8), BFLOAT16), sizes)  # 8 is not 16
     with pytest.raises(NotImplementedError):
-        ragged_dot(lhs, rhs[:, :8], sizes, group_offset=jnp.zeros(1, jnp.int32))
-    with pytest.raises(ValueError, match="implementation must be one of 'auto', 'pallas', 'xla'; got 'ffi'"):
-        ragged_dot(lhs, rhs[:, :8], sizes, implementation="ffi")  # pyright: ignore[reportArgumentType]
+        ragged_dot(lhs, rhs, sizes, group_offset=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"implementation='pallas' needs lhs and rhs of one dtype.*got int32"):
-        ragged_dot(lhs.astype(int), rhs[:, :8].astype(int), sizes, implementation="pallas")
+        ragged_dot(lhs.astype(int), rhs.astype(int), sizes, implementation="pallas")
+    refused: list[tuple[str, Any, str]] = [
+        ("implementation", "ffi", "implementation must be one of 'auto', 'pallas', 'xla'; got 'ffi'"),
+        ("lhs_indices", jnp.zeros((4, 1), jnp.int32), r"lhs_indices must have shape \[M\], got \(4, 1\)"),
+        ("lhs_indices", jnp.zeros(4), "lhs_indices must be of an integer dtype, got float32"),
+        ("lhs_indices", [0, 1], "lhs_indices must be an array, got list"),
+    ]
+    for option, wrong, text in refused:
+        with pytest.raises((TypeError, ValueError), match=text):
+            ragged_dot(lhs, rhs, sizes, **{option: wrong})
 
 
 class QArray:
@@ -219,7 +270,7 @@ def test_the_forms_of_other_libraries_tests(
 ) -> None:
     """What tokamax' and JAX's own tests pass: it does as `jax.lax.ragged_dot` does, or is refused as there."""
     case = Case(48, 16, 24, (20, 0, 23))
-    lhs, rhs = (jnp.asarray(x * 3).astype(dtype) for x, dtype in zip(draw(rng, case, FLOAT32), dtypes, strict=False))
+    lhs, rhs = (jnp.asarray(x * 3).astype(dtype) for x, dtype in zip(draw(rng, case, FLOAT32)[:2], dtypes, strict=True))
     given = {"group_sizes": jnp.asarray(case.sizes, sizes), "precision": precision, "preferred_element_type": result}
     try:
         wanted = jax.lax.ragged_dot(lhs, rhs, **given)
@@ -250,58 +301,55 @@ FORMS = {
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]], ids=str)
 def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.Generator) -> None:
     """A product of a matrix transposed, and one over the rows of groups: values and gradients."""
-    lhs, rhs, sizes = draw(rng, case, dtype)
-    group_sizes = jnp.asarray(sizes)
-    rows = rng.standard_normal((case.rows, case.columns)).astype(dtype)
+    lhs, rhs, sizes, _, rows = draw(rng, case, dtype)
     left, right = {"plain": (lhs, rhs), "transposed": (rows, rhs), "contracted": (lhs, rows)}[form]
 
     def wanted(left: Any, right: Any, cotangent: Any) -> tuple[Any, ...]:
         """Of form "transposed" the matrices are [G, N, K], as `rhs` is for rows of N values."""
         if form == "plain":
-            return exact(case, left, right), *exact_gradients(case, left, right, cotangent)
+            return exact(left, right, sizes, None, cotangent)
         if form == "transposed":
-            d_matrix, d_rows = exact(case, cotangent, right), exact_gradients(case, cotangent, right, left)[1]
-            return exact_gradients(case, np.zeros_like(lhs), right, left)[0], d_matrix, d_rows
-        return exact_gradients(case, left, rhs, right)[1], *by_matrices(left, right, cotangent)
-
-    def by_matrices(left: Any, right: Any, cotangent: Any) -> tuple[Any, Any]:
-        return exact_gradients(case, left, cotangent, right)[0], exact(case, left, cotangent)
+            d_left, d_right = oracle.ragged_dot_gradients(cotangent, right, sizes, left)
+            return d_left, oracle.ragged_dot(cotangent, right, sizes), d_right
+        d_left, product = oracle.ragged_dot_gradients(left, cotangent, sizes, right)
+        return product, d_left, oracle.ragged_dot(left, cotangent, sizes)
 
     def body(left: Any, right: Any, cotangent: Any) -> Any:
         product = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS[form], preferred_element_type=result)
-        out, pull = jax.vjp(lambda left, right: product(left, right, group_sizes), left, right)
+        out, pull = jax.vjp(lambda left, right: product(left, right, jnp.asarray(sizes)), left, right)
         return out, *pull(cotangent.astype(out.dtype))
 
     shape = {"plain": rows.shape, "transposed": lhs.shape, "contracted": rhs.shape}[form]
     cotangent = rng.standard_normal(shape).astype(dtype)
     found = jax.jit(body)(left, right, cotangent)
     assert found[0].dtype == (result or dtype)
-    magnitudes = wanted(*map(np.abs, (left, right, cotangent)))
-    for mine, right_one, magnitude in zip(found, wanted(left, right, cotangent), magnitudes, strict=True):
+    sums_of_magnitudes = wanted(*map(np.abs, (left, right, cotangent)))
+    for mine, right_one, magnitude in zip(found, wanted(left, right, cotangent), sums_of_magnitudes, strict=True):
         assert_near(mine, right_one, magnitude)
 
 
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("form", ["plain", "transposed"])
-def test_second_derivatives(form: str, rng: np.random.Generator) -> None:
-    """Forward over reverse, as of the product by `jax.lax`."""
-    case = Case(40, 16, 16, (20, 0, 13))
-    lhs, rhs, sizes = map(jnp.asarray, draw(rng, case, FLOAT32))
-    change = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), (lhs, rhs))
+@pytest.mark.parametrize("form", ["plain", "transposed", "gathered"])
+def test_tangents_and_second_derivatives(form: str, rng: np.random.Generator) -> None:
+    """Forward over reverse, as of the product by `jax.lax`, which JAX differentiates once and again."""
+    lhs, rhs, sizes, indices, _ = draw(rng, Case(40, 16, 16, (20, 0, 13), of=12 if form == "gathered" else 0), FLOAT32)
+    change = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), (lhs, rhs))
 
-    def both(product: Any) -> Any:
-        def loss(operands: Any) -> jax.Array:
-            return jnp.sum(jnp.sin(product(*operands, sizes, FORMS[form])))
+    def ours(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if form == "gathered":
+            return ragged_dot(lhs, rhs, jnp.asarray(sizes), lhs_indices=jnp.asarray(indices))
+        return ragged_dot_general(lhs, rhs, jnp.asarray(sizes), FORMS[form])
 
-        return jax.jit(lambda operands: jax.jvp(jax.grad(loss), (operands,), (change,)))((lhs, rhs))
+    def by_jax(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        rows = jnp.where(indices[:, None] < 0, 0, lhs[indices]) if form == "gathered" else lhs
+        return jax.lax.ragged_dot(rows, rhs.swapaxes(1, 2) if form == "transposed" else rhs, jnp.asarray(sizes))
 
-    for mine, theirs in zip(*(jax.tree.leaves(both(f)) for f in (ragged_dot_general, by_plain)), strict=True):
+    def derivatives(product: Any) -> Any:
+        gradient = jax.grad(lambda operands: jnp.sum(jnp.sin(product(*operands))))
+        return jax.jit(lambda x: (jax.jvp(product, x, change)[1], jax.jvp(gradient, (x,), (change,))))((lhs, rhs))
+
+    for mine, theirs in zip(*(jax.tree.leaves(derivatives(f)) for f in (ours, by_jax)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-3)
-
-
-def by_plain(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, numbers: Any) -> jax.Array:
-    """JAX differentiates this form once and again."""
-    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if numbers == FORMS["transposed"] else rhs, sizes)
 
 
 def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:
@@ -323,20 +371,24 @@ def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
 
 
 def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's."""
+    """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's.
+
+    The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing.
+    """
     monkeypatch.setattr(gemm, "has_gemm", lambda: True)
-    case = Case(64, 32, 16, (30, 20))
-    operands = (*draw(rng, case, BFLOAT16), np.ones((case.rows, case.columns), BFLOAT16))
-    text = lowered_for_cuda(lambda *x: (ragged_dot(*x[:3]), gradients(*x)), *operands)
-    assert text.count('grouping = "rows"') >= 2
-    assert text.count('grouping = "contraction"') == 1
-    assert "ragged_dot" not in text.replace("jax_ep", "")
+    for of in (0, 40):
+        text = lowered_for_cuda(product_and_gradients, *draw(rng, Case(64, 32, 16, (30, 20), of), BFLOAT16))
+        calls = [line for line in text.splitlines() if "jax_ep_grouped_matmul" in line]
+        kinds = sorted(('gathered = "lhs"' in line, 'grouping = "contraction"' in line) for line in calls)
+        assert kinds == sorted([(False, False), (of > 0, False), (of > 0, True)])
+        assert "ragged_dot" not in text.replace("jax_ep", "")
+    _, rhs, sizes, _, cotangent = draw(rng, Case(64, 32, 16, (30, 20)), BFLOAT16)
     transposed = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS["transposed"])
-    text = lowered_for_cuda(transposed, operands[3], *operands[1:3])
+    text = lowered_for_cuda(transposed, cotangent, rhs, sizes)
     assert "rhs_is_k_by_n = false" in text
     assert "transpose" not in text
-    assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, case, FLOAT32))
-    assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, Case(64, 36, 16, (30, 20)), BFLOAT16))
+    for case, dtype in ((Case(64, 32, 16, (30, 20)), FLOAT32), (Case(64, 36, 16, (30, 20)), BFLOAT16)):
+        assert "jax_ep_" not in lowered_for_cuda(ragged_dot, *draw(rng, case, dtype)[:3])
 
 
 def test_the_core_is_chosen_on_hopper() -> None:

@@ -79,37 +79,6 @@ def assert_alike(plan: nn.ReplicaPlan, wanted: nn.ReplicaPlan) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"num_nodes": 3}, "num_nodes must divide 4 ranks and 8 groups, and groups 8 experts, got 3"),
-        ({"groups": 3}, "num_nodes must divide 4 ranks and 3 groups, and groups 8 experts, got 1"),
-        ({"groups": 2, "num_nodes": 4}, "num_nodes must divide 4 ranks and 2 groups"),
-        ({"previous": nn.plan_replicas(np.ones(8), num_ranks=4, num_slots=8)}, r"previous.experts must have shape"),
-    ],
-)
-def test_options_that_are_refused(options: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=f"^plan_replicas: {match}"):
-        nn.plan_replicas(np.ones(8), num_ranks=4, num_slots=12, **options)
-
-
-@pytest.mark.parametrize(
-    ("load", "ranks", "slots", "match"),
-    [
-        ([1, -1], 1, 2, "load must be"),
-        ([], 1, 2, "load must be"),
-        ([1, float("nan")], 1, 2, "load must be"),
-        ([1, 1, 1], 2, 2, "num_slots must be a multiple of 2 ranks and at least 3, got 2"),
-        ([1, 1, 1], 2, 5, "num_slots must be a multiple of 2 ranks and at least 3, got 5"),
-        ([1, 1], 0, 2, "num_ranks must be at least 1, got 0"),
-        ([1, 1], 2, 2.0, "num_slots must be a Python int, .* got float"),
-    ],
-)
-def test_plans_that_are_refused(load: Any, ranks: int, slots: Any, match: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"^plan_replicas: {match}"):
-        nn.plan_replicas(np.array(load, np.float64), num_ranks=ranks, num_slots=slots)
-
-
 def test_a_plan_is_made_on_the_host() -> None:
     with pytest.raises(TypeError, match=r"^plan_replicas: load must be known on the host, got a traced float32\[4\]"):
         jax.eval_shape(lambda load: nn.plan_replicas(load, num_ranks=2, num_slots=4), jnp.ones(4))
@@ -118,26 +87,50 @@ def test_a_plan_is_made_on_the_host() -> None:
 PLAN = nn.plan_replicas(np.ones(200), num_ranks=2, num_slots=400)
 
 
-@pytest.mark.parametrize(
-    ("ids", "plan", "offset", "match"),
-    [
-        ([[0]], PLAN, 0, "expert_ids must be an array, got list"),
-        (np.zeros((1, 1)), PLAN, 0, "expert_ids must be of an integer dtype, got float64"),
-        (np.zeros((1, 1), int), tuple(PLAN), 0, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
-        (
-            np.zeros((1, 1), int),
-            jax.tree.map(lambda x: x[:1], PLAN),
-            0,
-            r"plan.slots must have shape \[E, S - E \+ 1\]",
-        ),
-        (np.zeros((1, 1), int), jax.tree.map(lambda x: x + 0.5, PLAN), 0, "plan.experts must be of an integer dtype"),
-        (np.zeros((1, 1), int), PLAN, 1.5, "offset must be of an integer dtype, got float64"),
-        (np.zeros((1, 1), int), PLAN, np.zeros(3, int), r"offset must have shape \[\] = \(\), got \(3,\)"),
-    ],
-)
-def test_ids_that_are_refused(ids: Any, plan: Any, offset: Any, match: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"^physical_ids: {match}"):
-        nn.physical_ids(ids, plan, offset=offset)
+IDS = np.zeros((1, 1), int)
+OTHER = nn.plan_replicas(np.ones(6), num_ranks=2, num_slots=8)
+EIGHT = (np.ones(8), 4, 12)
+REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
+    (
+        "plan_replicas",
+        EIGHT,
+        {"num_nodes": 3},
+        "num_nodes must divide 4 ranks and 8 groups, and groups 8 experts, got 3",
+    ),
+    ("plan_replicas", EIGHT, {"groups": 3}, "num_nodes must divide 4 ranks and 3 groups, and groups 8 experts, got 1"),
+    ("plan_replicas", EIGHT, {"groups": 2, "num_nodes": 4}, "num_nodes must divide 4 ranks and 2 groups"),
+    ("plan_replicas", EIGHT, {"previous": PLAN}, "previous.experts must have shape"),
+    *(("plan_replicas", (np.array(load), 1, 2), {}, "load must be") for load in ([1.0, -1.0], [], [1.0, np.nan])),
+    ("plan_replicas", (np.ones(3), 2, 2), {}, "num_slots must be a multiple of 2 ranks and at least 3, got 2"),
+    ("plan_replicas", (np.ones(3), 2, 5), {}, "num_slots must be a multiple of 2 ranks and at least 3, got 5"),
+    ("plan_replicas", (np.ones(2), 0, 2), {}, "num_ranks must be at least 1, got 0"),
+    ("plan_replicas", (np.ones(2), 2, 2.0), {}, "num_slots must be a Python int, .* got float"),
+    ("physical_ids", ([[0]], PLAN), {}, "expert_ids must be an array, got list"),
+    ("physical_ids", (np.zeros((1, 1)), PLAN), {}, "expert_ids must be of an integer dtype, got float64"),
+    ("physical_ids", (IDS, tuple(PLAN)), {}, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
+    ("physical_ids", (IDS, jax.tree.map(lambda x: x[:1], PLAN)), {}, r"plan.slots must have shape \[E, S - E \+ 1\]"),
+    ("physical_ids", (IDS, jax.tree.map(lambda x: x + 0.5, PLAN)), {}, "plan.experts must be of an integer dtype"),
+    ("physical_ids", (IDS, PLAN), {"offset": 1.5}, "offset must be of an integer dtype, got float64"),
+    ("physical_ids", (IDS, PLAN), {"offset": np.zeros(3, int)}, r"offset must have shape \[\] = \(\), got \(3,\)"),
+    ("replicate", (np.ones((8, 3)), tuple(PLAN)), {}, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
+    ("replicate", (np.ones((3, 3)), PLAN), {}, r"each leaf of experts .* \[E / R, ...\] = \(50, 3\), got \(3, 3\)"),
+    ("replicate", (np.ones(()), PLAN), {}, r"each leaf of experts must have shape \[E / R, ...\] = \(50,\), got \(\)"),
+    ("replicate", (3.0, PLAN), {}, "each leaf of experts must be an array, got float"),
+    ("replicate", (np.ones(1), OTHER), {}, "plan must be of experts and slots that 4"),
+]
+
+
+@pytest.mark.parametrize(("op", "given", "options", "match"), REFUSED)
+def test_what_is_refused(op: str, given: Any, options: Any, match: str, open_group: OpenGroup) -> None:
+    def call() -> Any:
+        if op == "plan_replicas":
+            load, num_ranks, num_slots = given
+            return nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots, **options)
+        return nn.physical_ids(*given, **options) if op == "physical_ids" else nn.replicate(*given, group=group)
+
+    group = open_group(4)
+    with pytest.raises((ValueError, TypeError), match=f"^{op}: {match}"):
+        helpers.trace(group, call)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
@@ -201,29 +194,6 @@ def test_matrices_go_out_and_gradients_come_home(
         wanted = np.zeros(x.shape)
         np.add.at(wanted, plan.experts, np.asarray(cotangent[name]))
         np.testing.assert_array_equal(gradient[name], jnp.asarray(wanted, x.dtype))
-
-
-@pytest.mark.parametrize(
-    ("experts", "plan", "match"),
-    [
-        (jnp.ones((8, 3)), tuple(PLAN), "plan must be the ReplicaPlan of plan_replicas, got tuple"),
-        (jnp.ones((3, 3)), PLAN, r"each leaf of experts must have shape \[E / R, ...\] = \(50, 3\), got \(3, 3\)"),
-        (jnp.ones(()), PLAN, r"each leaf of experts must have shape \[E / R, ...\] = \(50,\), got \(\)"),
-        (3.0, PLAN, "each leaf of experts must be an array, got float"),
-        (
-            jnp.ones(1),
-            nn.plan_replicas(np.ones(6), num_ranks=2, num_slots=8),
-            "plan must be of experts and slots that 4",
-        ),
-    ],
-)
-def test_matrices_that_are_refused(experts: Any, plan: Any, match: str, open_group: OpenGroup) -> None:
-    group = open_group(4)
-    body = jax.shard_map(
-        lambda _: nn.replicate(experts, plan, group=group), mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep")
-    )
-    with pytest.raises((ValueError, TypeError), match=f"^replicate: {match}"):
-        jax.eval_shape(body, jnp.ones(4))
 
 
 @pytest.mark.usefixtures("native")

@@ -158,7 +158,7 @@ def test_leaf_refused_by_name(
             return combine(out.rows, routing, group=group, implementation="xla")
 
         case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
-        operands = [x.reshape(*group.mesh.axis_sizes, *x.shape[1:]) for x in case[:2]]
+        operands = helpers.on_mesh(group.mesh, case[:2])
         if leaf == "sent" and "NoneType" in message:  # then all tokens were sent to all nodes
             error, message = ValueError, "must be of the tokens of 2 nodes"
         # By targets, and by what was sent, the others are known to fit.

@@ -142,15 +142,14 @@ def test_bytes_that_cannot_be_counted() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("native")
 def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    phases = ("rows to nodes", "combine")
-    assert benchmark("nodes").main(["--quick", "--repeats", "1", "--nodes", "2", "--phases", *phases]) == 0
-    of_bytes, of_times = (rows_of(part) for part in capsys.readouterr().out.split("\n\n")[1:])
-    assert [row["way"] for row in of_bytes] == [row["way"] for row in of_times] == ["dense", "by capacity"]
-    for row in of_bytes:
+    assert benchmark("nodes").main(["--quick", "--repeats", "1", "--nodes", "2"]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row["way"] for row in rows] == ["dense", "by capacity"]
+    for row in rows:
         assert row["formulas say, B"] == "the same"
         assert float(row["ratio"]) >= 1
         assert number(row["dispatch, B"]) > number(row["combine, B"]) >= number(row["least, B"])
-    assert all(np.isfinite(number(row[f"{phase}, us"])) for row in of_times for phase in phases)
+        assert all(np.isfinite(number(row[f"{name}, us"])) for name in ("dispatch", "combine", "layer", "step"))
 
 
 def test_the_tables_of_the_formulas() -> None:

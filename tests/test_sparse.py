@@ -36,14 +36,9 @@ class Way(NamedTuple):
 
     def program(self, group: Group, num_rows: int = ROWS, **options: Any) -> Callable[..., SparseRows]:
         """As `cases.program`, and awaited: ranks are one leading axis."""
-        shape = group.mesh.devices.shape
         run = cases.program(group, num_rows, implementation=self.implementation, method=self.method, **options)
 
-        def flat(*operands: np.ndarray) -> SparseRows:
-            out = helpers.fetch(run(*(x.reshape(*shape, *x.shape[1:]) for x in operands)))
-            return jax.tree.map(lambda x: x.reshape(group.size, *x.shape[len(shape) :]), out)
-
-        return flat
+        return lambda *operands: helpers.by_rank(group.mesh, helpers.fetch(run(*helpers.on_mesh(group.mesh, operands))))
 
     def check(self, ids: np.ndarray, values: np.ndarray, num_rows: int = ROWS, **options: Any) -> None:
         with self.open(len(ids)) as group:
@@ -99,17 +94,11 @@ def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Genera
 
 @pytest.mark.matrix(1)
 @SHARDED
-@pytest.mark.parametrize("num_rows", [1, 33])
-def test_heights_of_the_table(num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
-    """Ranges of ranks that do not come out even, or are empty; far more room than rows."""
-    ids = cases.uniform(rng, 8, 9, num_rows)
+@pytest.mark.parametrize(("size", "entries", "num_rows"), [(8, 9, 1), (8, 9, 33), (4, 0, 1000)])
+def test_few_rows(size: int, entries: int, num_rows: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+    """Ranges of ranks that do not come out even, or are empty; far more room than rows; no entries at all."""
+    ids = cases.uniform(rng, size, entries, num_rows)
     way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
-
-
-@pytest.mark.matrix(1)
-@SHARDED
-def test_no_entries(sharded: bool, way: Way) -> None:
-    way.check(np.zeros((4, 0), np.int32), np.zeros((4, 0, 6), np.float32), capacity=5, sharded=sharded)
 
 
 @inside_a_node
@@ -121,10 +110,8 @@ def test_runs_of_all_lengths(way: Way, rng: np.random.Generator) -> None:
     values = cases.draw_values(rng, ids, 1100)
     with way.open(2) as group:
         program = way.program(group, capacity=20)
-        first = program(ids, values)
+        first = helpers.assert_same_bits_again(program, (ids, values), 5 if way.implementation == "ffi" else 0)
         cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=20), np.float32)
-        for _ in range(5 if way.implementation == "ffi" else 0):
-            assert helpers.bits(program(ids, values)) == helpers.bits(first)
 
 
 @pytest.mark.matrix(1)

@@ -14,76 +14,53 @@ from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS
 
 import jax_ep
-from jax_ep import CapacityError, Group, Implementation, SparseRows
+from jax_ep import Group, Implementation, SparseRows
 
 SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN = 2, 8, 3, 4, 2, 16
-CAPACITY = SIZE * TOKENS * TOP_K
 
 Body = Callable[..., Any]
 
 
-def there_and_back(group: Group, implementation: Implementation, **options: Any) -> Body:
-    def body(tokens: jax.Array, weights: jax.Array, scale: jax.Array, ids: jax.Array) -> jax.Array:
-        given: dict[str, Any] = {"group": group, "implementation": implementation}
-        out = jax_ep.dispatch(tokens, ids, weights, num_experts=EXPERTS, capacity=CAPACITY, **options, **given)
-        return jax_ep.combine(jnp.tanh(scale * out.rows), out.routing, **given)
+def there_and_back(group: Group, implementation: Implementation) -> Body:
+    """Of experts that are tanh(scale * row)."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
+        both = helpers.round_trip(group, experts=lambda rows: jnp.tanh(scale * rows), **options)
+        return both(tokens, ids, weights)[1]
 
     return body
 
 
-def draw(rng: np.random.Generator) -> list[np.ndarray]:
-    """Tokens, weights, scales of rows and ids: [R, BATCH, ...] each."""
+def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Tokens, ids, weights and a scale of rows: [R, BATCH, ...] each."""
     cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(BATCH)]
-    scales = rng.standard_normal((SIZE, BATCH, CAPACITY, HIDDEN)).astype(np.float32)
-    tokens, ids, weights = (np.stack(x, axis=1) for x in zip(*cases, strict=True))
-    return [tokens, weights, scales, ids]
-
-
-def one_by_one(body: Body, in_axes: tuple[int | None, ...]) -> Body:
-    def looped(*batched: jax.Array) -> Any:
-        each = [
-            body(*(x if axis is None else x[i] for x, axis in zip(batched, in_axes, strict=True))) for i in range(BATCH)
-        ]
-        return jax.tree.map(lambda *x: jnp.stack(x), *each)
-
-    return looped
-
-
-def assert_as_a_loop(group: Group, body: Body, in_axes: tuple[int | None, ...], operands: Any, **close: Any) -> None:
-    batched = helpers.fetch(helpers.per_rank(jax.vmap(body, in_axes=in_axes), group.mesh)(*operands))
-    looped = helpers.fetch(helpers.per_rank(one_by_one(body, in_axes), group.mesh)(*operands))
-    for a, b in zip(jax.tree.leaves(batched), jax.tree.leaves(looped), strict=True):
-        np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), **(close or {"rtol": 0, "atol": 0}))
+    drawn = [np.stack(x, axis=1) for x in zip(*cases, strict=True)]
+    return dict(
+        zip(
+            ("tokens", "ids", "weights", "scale"),
+            (*drawn, rng.uniform(1, 2, (SIZE, BATCH)).astype(np.float32)),
+            strict=True,
+        )
+    )
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("batched", ["tokens", "weights", "scale", "ids"])
-def test_dispatch_and_combine(
+@pytest.mark.parametrize("batched", ["tokens", "ids", "weights", "scale"])
+def test_one_operand_is_batched(
     batched: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
-    names = ("tokens", "weights", "scale", "ids")
-    in_axes = tuple(0 if batched == name else None for name in names)
-    operands = [x if axis == 0 else x[:, 0] for x, axis in zip(draw(rng), in_axes, strict=True)]
-    group = open_group(SIZE)
-    assert_as_a_loop(group, there_and_back(group, implementation), in_axes, operands, rtol=1e-6, atol=1e-6)
-
-
-def test_a_batch_without_room(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """No error where all fits, and one where a single call of the batch does not."""
-    group = open_group(SIZE)
-    tokens, _, _, ids = draw(rng)
-
-    def route(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "capacity": CAPACITY // 2, "implementation": implementation}
-        return jax_ep.dispatch(tokens, ids, group=group, **options).rows
-
-    program = helpers.per_rank(jax.vmap(route), group.mesh)
-    ids[:] = (0, EXPERTS - 1)  # half of them to each rank
-    helpers.fetch(program(tokens, ids))
-    group.check()
-    ids[:, 1] = 0
-    with helpers.expect_failure(group, CapacityError, f"rank 0 needs {CAPACITY} rows", implementation):
-        helpers.fetch(program(tokens, ids))
+    """Against numpy; test_matrix.py batches all of them."""
+    group, drawn = open_group(SIZE), draw(rng)
+    for name, x in drawn.items():
+        x[:, 1:] = x[:, 1:] if name == batched else x[:, :1]
+    operands = [x if name == batched else x[:, 0] for name, x in drawn.items()]
+    body = jax.vmap(there_and_back(group, implementation), in_axes=tuple(0 if x == batched else None for x in drawn))
+    found = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+    tokens, ids, weights, scale = drawn.values()
+    scales = scale[ids // (EXPERTS // SIZE), np.arange(BATCH)[:, None, None]]  # those of an expert's rank
+    wanted = np.einsum("rbtk,rbtkh->rbth", weights, np.tanh(scales[..., None] * tokens[:, :, :, None]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
@@ -91,14 +68,14 @@ def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: n
     group = open_group(SIZE)
     body = there_and_back(group, implementation)
 
-    def both(tokens: jax.Array, weights: jax.Array, scale: jax.Array, ids: jax.Array) -> Any:
+    def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array) -> Any:
         def of_two(factor: jax.Array, weights: jax.Array) -> jax.Array:
-            return body(factor[:, None] * tokens, weights, scale, ids).sum(axis=1)
+            return body(factor[:, None] * tokens, ids, weights, scale).sum(axis=1)
 
         factor = jnp.ones_like(tokens[:, 0])
         return jax.jacrev(of_two, argnums=(0, 1))(factor, weights), jax.jacfwd(of_two, argnums=(0, 1))(factor, weights)
 
-    operands = [x[:, 0] for x in draw(rng)]
+    operands = [x[:, 0] for x in draw(rng).values()]
     backward, forward = helpers.fetch(helpers.per_rank(both, group.mesh)(*operands))
     # Backward: how all ranks' results follow this rank's operands. Forward: how its results follow all ranks' operands.
     total = [x.sum(axis=tuple(range(2, x.ndim))).sum() for x in (*backward, *forward)]

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -81,15 +82,13 @@ def test_a_stalled_rank_is_named_and_a_new_group_works(
         other.check()
 
 
-def await_log(caplog: pytest.LogCaptureFixture, text: str, seconds: float = 10) -> str:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for record in caplog.records:
-            if text in record.getMessage():
-                assert record.levelno == logging.ERROR
-                return record.getMessage()
-        time.sleep(0.01)
-    raise AssertionError(f"{text!r} was not logged: {caplog.text}")
+def await_log(caplog: pytest.LogCaptureFixture, text: str) -> str:
+    def logged() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if text in record.getMessage()]
+
+    helpers.wait_until(logged, 10)
+    assert logged()[0].levelno == logging.ERROR
+    return logged()[0].getMessage()
 
 
 def test_a_failure_is_logged_and_dumped(
@@ -155,10 +154,8 @@ def test_a_dump_on_request(
     def ask() -> None:
         time.sleep(0.5)
         (tmp_path / "request").touch()
-        deadline = time.monotonic() + 30
-        while not found and time.monotonic() < deadline:
-            found.extend(tmp_path.glob("*.json"))
-            time.sleep(0.05)
+        helpers.wait_until(lambda: any(tmp_path.glob("*.json")))
+        found.extend(tmp_path.glob("*.json"))
         stall(-1, "protocol")
 
     asking = threading.Thread(target=ask)
@@ -220,7 +217,7 @@ print("right", flush=True)
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's kernels go on when their process is stopped")
 def test_a_stopped_process_does_not_count_the_time(tmp_path: Path) -> None:
     """Ctrl-Z, or a container that is paused, for longer than the timeout."""
-    command = helpers.new_python(__name__, STOPPED, "protocol")
+    command = [sys.executable, "-c", helpers.knowing(__name__, STOPPED), "protocol"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

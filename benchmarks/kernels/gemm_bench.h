@@ -63,49 +63,18 @@ inline void spoil(void* data, size_t first, size_t count) {
   CHECK(cudaMemset(static_cast<char*>(data) + first * 2, 0xff, count * 2));
 }
 
-// One element a thread, and the sum of magnitudes by which its error is judged.
-template <class In>
-__global__ void multiply_plainly(const In* a, const In* b, float* out, float* magnitude, int m, int n, int k,
-                                 int64_t a_row, int64_t a_k, int64_t b_col, int64_t b_k, const int* rows_of_a,
-                                 const int* lines_of_a, const int* lines_of_b, int gathered_rows) {
-  const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-  if (col >= n) return;
-  float sum = 0, size = 0;
-  for (int i = 0; i < k; ++i) {
-    const int a_at = rows_of_a ? rows_of_a[row] : row, a_line = lines_of_a ? lines_of_a[i] : i,
-              b_line = lines_of_b ? lines_of_b[i] : i;
-    const int gathered = rows_of_a ? a_at : lines_of_a ? a_line : b_line;
-    const bool gathers = rows_of_a || lines_of_a || lines_of_b, zero = gathers && gathered == -1,
-               bad = gathers && !zero && (gathered < 0 || gathered >= gathered_rows);
-    const float y = zero || bad ? 0 : float(a[a_at * a_row + a_line * a_k]) * float(b[col * b_col + b_line * b_k]);
-    const float x = bad ? NAN : y;
-    sum += x;
-    size += fabsf(x);
-  }
-  out[size_t(row) * n + col] = sum;
-  magnitude[size_t(row) * n + col] = size;
-}
-
 class Buffers {
  public:
   static constexpr size_t kGuard = 4096;
 
   Buffers(const Case& each, bool poison) : case_(each) {
-    CHECK(cudaMalloc(&a, each.a_count() * 2));
-    CHECK(cudaMalloc(&b, each.b_count() * 2));
-    CHECK(cudaMalloc(&out, out_bytes() + kGuard));
-    CHECK(cudaMemset(out, 0xff, out_bytes() + kGuard));
-    CHECK(cudaMalloc(&sizes, each.groups() * sizeof(int)));
-    CHECK(cudaMalloc(&counter, sizeof(uint32_t)));
-    CHECK(cudaMalloc(&indices, std::max<size_t>(1, each.indices.size()) * sizeof(int)));
-    CHECK(cudaMemcpy(indices, each.indices.data(), each.indices.size() * sizeof(int), cudaMemcpyHostToDevice));
+    a = device_array<char>(each.a_count() * 2), b = device_array<char>(each.b_count() * 2);
+    out = device_array<char>(out_bytes() + kGuard);
+    sizes = upload(each.sizes), indices = upload(each.indices), counter = device_array<uint32_t>(1);
     if (each.epilogue == Epilogue::gated) {
-      CHECK(cudaMalloc(&second_b, each.b_count() * 2));
-      CHECK(cudaMalloc(&kept, 2 * out_bytes()));
+      second_b = device_array<char>(each.b_count() * 2), kept = device_array<char>(2 * out_bytes());
       fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(second_b), each.b_count(), 5u);
     }
-    if (!each.sizes.empty())
-      CHECK(cudaMemcpy(sizes, each.sizes.data(), each.sizes.size() * sizeof(int), cudaMemcpyHostToDevice));
     each.in == Element::bfloat16 ? fill_both<__nv_bfloat16>() : fill_both<__half>();
     if (poison && !each.sizes.empty()) spoil_groups();
     CHECK(cudaDeviceSynchronize());
@@ -234,17 +203,9 @@ inline std::vector<double> milliseconds_in_turns(int rounds, int launches, int r
   return medians;
 }
 
-inline std::vector<float> download(const void* data, size_t count, Element dtype) {
-  std::vector<uint32_t> raw(count);
-  const size_t bytes = dtype == Element::float32 ? 4 : 2;
-  CHECK(cudaMemcpy(raw.data(), data, count * bytes, cudaMemcpyDeviceToHost));
-  std::vector<float> values(count);
-  for (size_t i = 0; i < count; ++i) {
-    if (dtype == Element::float32) values[i] = reinterpret_cast<const float*>(raw.data())[i];
-    if (dtype == Element::bfloat16) values[i] = reinterpret_cast<const __nv_bfloat16*>(raw.data())[i];
-    if (dtype == Element::float16) values[i] = reinterpret_cast<const __half*>(raw.data())[i];
-  }
-  return values;
+inline std::vector<float> download_as(Element dtype, const void* data, size_t count) {
+  if (dtype == Element::float32) return download<float>(data, count);
+  return dtype == Element::bfloat16 ? download<__nv_bfloat16>(data, count) : download<__half>(data, count);
 }
 
 // What a run should have left, on the host.
@@ -254,12 +215,10 @@ struct Wanted {
 
 inline Wanted wanted_of(const Buffers& buffers) {
   const size_t count = buffers.of().out_count();
-  float *exact = nullptr, *magnitude = nullptr;
-  CHECK(cudaMalloc(&exact, count * sizeof(float)));
-  CHECK(cudaMalloc(&magnitude, count * sizeof(float)));
+  float *exact = device_array<float>(count), *magnitude = device_array<float>(count);
   buffers.of().in == Element::bfloat16 ? buffers.reference<__nv_bfloat16>(exact, magnitude)
                                        : buffers.reference<__half>(exact, magnitude);
-  Wanted wanted{download(exact, count, Element::float32), download(magnitude, count, Element::float32)};
+  Wanted wanted{download<float>(exact, count), download<float>(magnitude, count)};
   CHECK(cudaFree(exact));
   CHECK(cudaFree(magnitude));
   return wanted;
@@ -279,7 +238,7 @@ inline double run_and_compare(Buffers& buffers, const Wanted& wanted, const Conf
   CHECK(cudaMemset(buffers.out, 0xff, buffers.out_bytes() + Buffers::kGuard));
   buffers.run(config);
   CHECK(cudaDeviceSynchronize());
-  const auto actual = download(buffers.out, each.out_count(), each.out);
+  const auto actual = download_as(each.out, buffers.out, each.out_count());
   double worst = 0;
   size_t wrong = 0, first = 0;
   for (size_t i = 0; i < actual.size(); ++i) {

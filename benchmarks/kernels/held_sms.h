@@ -1,4 +1,4 @@
-// A kernel that holds all SMs of some GPUs but a pair, as a long one of somebody else does.
+// A kernel that holds all SMs of some GPUs but one or a pair, as a long one of somebody else does.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,17 +15,20 @@ __global__ void __cluster_dims__(2, 1, 1) hold_sms(uint64_t ns) {
   wait_ns(ns);
 }
 
+enum class Free { one, pair };
+
 // Holds them from now on, on devices 0, 1, ...; ends when the kernels do.
 class HeldSms {
  public:
-  HeldSms(int devices, uint64_t ns) : streams_(devices) {
+  HeldSms(int devices, Free free, uint64_t ns) : streams_(devices) {
     constexpr int kSharedBytes = 227 * 1024;  // of a whole SM
+    void (*const hold)(uint64_t) = free == Free::one ? delay : hold_sms;
     on_each([&](int device) {
       int sms = 0;
       CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-      CHECK(cudaFuncSetAttribute(hold_sms, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+      CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
       CHECK(cudaStreamCreateWithFlags(&streams_[device], cudaStreamNonBlocking));
-      hold_sms<<<sms / 2 * 2 - 2, 1, kSharedBytes, streams_[device]>>>(ns);
+      hold<<<free == Free::one ? sms - 1 : sms / 2 * 2 - 2, 1, kSharedBytes, streams_[device]>>>(ns);
       CHECK(cudaGetLastError());
     });
   }

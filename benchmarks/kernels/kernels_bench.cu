@@ -3,7 +3,7 @@
 // weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
-//   build/kernels_bench [ranks [eager | few]]: how many tokens are eager, or few tokens alone
+//   build/kernels_bench [ranks [few]]: few tokens alone
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -43,43 +43,39 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   return worst;
 }
 
-// `eager`: the tokens that set off before their rows are known, if not as many as the library chooses.
-void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines,
-         int eager = -1) {
+void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
+         const std::vector<LaunchConfig>& combines) {
   std::vector<int> devices;
   for (int i = 0; i < n; ++i) devices.push_back(gpu_of(i));
   Group group({devices}, 2.0, false);
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    if (eager >= 0) ranks.back().dispatch.eager = ranks.back().float8_rows.eager = eager;
     CHECK(load_kernels(227 * 1024));
   }
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
-  const auto fits = [&](const LaunchConfig& c) { return c.blocks * ranks_per_gpu <= 132; };
   std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager\n", s.tokens, s.hidden, s.top_k, s.experts,
               n, gpu_count(), ranks[0].dispatch.eager);
-  const auto print = [&](const char* op, const LaunchConfig& c, double us) {
-    std::printf("%-14s blocks %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
-                c.senders_per_cta, c.warp_bytes, us);
-    std::fflush(stdout);
-    if (const auto error = group.take_error()) {
-      std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
-      std::exit(1);
+  const auto time = [&](const char* op, const std::vector<LaunchConfig>& configs, auto args_of) {
+    for (const LaunchConfig& c : configs) {
+      if (c.blocks * ranks_per_gpu > 132) continue;
+      const double us = time_op(group, ranks, c, args_of);
+      std::printf("%-14s blocks %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
+                  c.senders_per_cta, c.warp_bytes, us);
+      std::fflush(stdout);
+      if (const auto error = group.take_error()) {
+        std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
+        std::exit(1);
+      }
     }
   };
-  for (const LaunchConfig& c : dispatches)
-    if (fits(c) && s.hidden % 128 == 0)
-      print("dispatch fp8", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch_float8; }));
-  for (const LaunchConfig& c : dispatches)
-    if (fits(c) && s.hidden % 128 == 0)
-      print("fp8 rows", c, time_op(group, ranks, c, [](const Rank& r) { return r.float8_rows; }));
-  for (const LaunchConfig& c : dispatches)
-    if (fits(c)) print("dispatch", c, time_op(group, ranks, c, [](const Rank& r) { return r.dispatch; }));
-  for (const LaunchConfig& c : dispatches)
-    if (fits(c)) print("scatter", c, time_op(group, ranks, c, [](const Rank& r) { return r.scatter; }));
-  for (const LaunchConfig& c : combines)
-    if (fits(c)) print("combine", c, time_op(group, ranks, c, [](const Rank& r) { return r.combine; }));
+  if (s.hidden % 128 == 0) {
+    time("dispatch fp8", dispatches, [](const Rank& r) { return r.dispatch_float8; });
+    time("fp8 rows", dispatches, [](const Rank& r) { return r.float8_rows; });
+  }
+  time("dispatch", dispatches, [](const Rank& r) { return r.dispatch; });
+  time("scatter", dispatches, [](const Rank& r) { return r.scatter; });
+  time("combine", combines, [](const Rank& r) { return r.combine; });
   if (!combines.empty()) std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
   for (Rank& r : ranks) release(r);
 }
@@ -89,12 +85,6 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, con
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 4096;
-  if (argc > 2 && !std::strcmp(argv[2], "eager")) {
-    for (const int eager : {0, 64, 128, 256, 512, 1024, 2048})
-      run(n, {4096, 7168, 8, 256},
-          {{24, 256, 3, kStream}, {24, 256, 5, kStream}, {96, 256, 2, kStream}, {96, 256, 3, kStream}}, {}, eager);
-    return 0;
-  }
   const bool few = argc > 2 && !std::strcmp(argv[2], "few");
   if (!few) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
   if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});

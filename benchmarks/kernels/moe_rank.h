@@ -28,13 +28,6 @@ struct Shape {
   int tokens, hidden, top_k, experts;
 };
 
-template <class T>
-T* upload(const std::vector<T>& host) {
-  T* memory = device_array<T>(host.size());
-  CHECK(cudaMemcpy(memory, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  return memory;
-}
-
 // One rank in bfloat16: its inputs on the host, its buffers on the device, and its calls. scatter and dispatch have the
 // same result.
 struct Rank {

@@ -1,17 +1,16 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
-// every op with exact results, with delayed ranks too; `stress` runs 100,000 small ones with ranks late at random;
-// `beside` runs them while another kernel holds all SMs but a pair; `time`, `bands`, `blocks` and `sweep` time them
-// inside CUDA graphs beside the product alone, all but the first in other configurations too.
+// every op with exact results, with delayed ranks too; `beside` runs them while another kernel holds all SMs but a
+// pair; `time`, `bands`, `blocks` and `sweep` time them inside CUDA graphs beside the product alone, all but the first
+// in other configurations too.
 //
 //   cmake -S tests -B build && cmake --build build --target overlap_bench
-//   build/overlap_bench check 2 && build/overlap_bench stress 2 && build/overlap_bench time 2
+//   build/overlap_bench check 2 && build/overlap_bench time 2
 #include <numeric>
 #include <string>
 
 #include "graph_times.h"
 #include "held_sms.h"
 #include "overlap_bench.h"
-#include "overlap_stress.h"
 
 namespace {
 
@@ -111,7 +110,7 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
     synchronize(ranks);
     for (int r = 0; r < count; ++r) {
       CHECK(cudaSetDevice(r));
-      const std::vector<float> actual = download(ranks[r].result, exact[r].sum.size(), c.dtype);
+      const std::vector<float> actual = download_as(c.dtype, ranks[r].result, exact[r].sum.size());
       for (size_t i = 0; i < actual.size(); ++i) {
         const double unit = c.dtype == DType::float32 ? 1e-5 : 1.0 / 256;
         const double allowed = unit * (std::fabs(exact[r].sum[i]) + exact[r].size[i]) + 1e-5 * c.shape.k;
@@ -227,33 +226,6 @@ void time_case(const Case& c, const Group& group, Configs configs) {
   release(ranks);
 }
 
-// A small shape, a few us an op. Operands take turns: what a rank keeps by mistake from the op before is wrong.
-void stress_op(OpKind op, const Group& group, int communicating, int iterations) {
-  constexpr int kMaxDelayNs = 10'000;
-  const int count = group.size();
-  const Case c{op, {64 * count, 192, 264}, false, DType::bfloat16};
-  const OverlapConfig config = c.config(count, 128, communicating);
-  std::vector<Rank> sets[2] = {make_ranks(c, count), {}};
-  for (int r = 0; r < count; ++r) sets[1].push_back(sets[0][r].with_rows(r + count));
-  const int64_t words = int64_t{c.rows_of_result(count)} * c.shape.n / 2;
-  std::vector<std::vector<uint32_t*>> expected(count);
-  for (std::vector<Rank>& ranks : sets) {
-    check_case(c, group, ranks, exact_results(c, ranks), config);
-    for (int r = 0; r < count; ++r) {
-      CHECK(cudaSetDevice(r));
-      expected[r].push_back(device_array<uint32_t>(words));
-      CHECK(cudaMemcpy(expected[r].back(), ranks[r].result, words * 4, cudaMemcpyDeviceToDevice));
-    }
-  }
-  const int64_t wrong = stress(sets[0], expected, words, iterations, kMaxDelayNs,
-                               [&](int r, int set) { launch(c, group, sets[set], r, config); });
-  const auto lost = const_cast<Group&>(group).take_error();
-  failed |= wrong || lost;
-  std::printf("%-5s %d iterations of %s, ranks late by up to %d us each time: %lld wrong values %s\n",
-              wrong || lost ? "WRONG" : "ok", iterations, name_of(op), kMaxDelayNs / 1000,
-              static_cast<long long>(wrong), lost ? lost->message.c_str() : "");
-}
-
 // The results of all ranks, each launched `late_ns` late.
 std::vector<std::vector<float>> run_once(const Case& c, const Group& group, std::vector<Rank>& ranks,
                                          const OverlapConfig& config, uint64_t late_ns) {
@@ -266,7 +238,7 @@ std::vector<std::vector<float>> run_once(const Case& c, const Group& group, std:
     launch(c, group, ranks, r, config);
   }
   synchronize(ranks);
-  for (size_t r = 0; r < ranks.size(); ++r) found.push_back(download(ranks[r].result, values, c.dtype));
+  for (size_t r = 0; r < ranks.size(); ++r) found.push_back(download_as(c.dtype, ranks[r].result, values));
   return found;
 }
 
@@ -275,7 +247,7 @@ void check_beside(const Case& c, const Group& group, int communicating) {
   const OverlapConfig config = c.config(group.size(), 128, communicating);
   std::vector<Rank> ranks = make_ranks(c, group.size());
   const auto wanted = run_once(c, group, ranks, config, 0);
-  HeldSms sms(group.size(), /*ns=*/2'000'000'000);
+  HeldSms sms(group.size(), Free::pair, /*ns=*/2'000'000'000);
   const auto found = run_once(c, group, ranks, config, /*late_ns=*/50'000'000);  // when they are held
   const bool held = sms.all_held(), right = found == wanted;
   const auto lost = const_cast<Group&>(group).take_error();
@@ -292,7 +264,6 @@ void check_beside(const Case& c, const Group& group, int communicating) {
 int main(int count, char** arguments) {
   const std::string what = count > 1 ? arguments[1] : "check";
   const int ranks = count > 2 ? std::atoi(arguments[2]) : 2;
-  const int iterations = count > 3 ? std::atoi(arguments[3]) : 100'000;
   std::vector<int> devices(ranks);
   std::iota(devices.begin(), devices.end(), 0);
   Group group({devices}, 5.0, /*poison=*/false);
@@ -308,10 +279,6 @@ int main(int count, char** arguments) {
   const OpKind all[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
   if (what == "check") {
     check_all(group);
-  } else if (what == "stress") {
-    for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter})
-      for (const int communicating : ranks == 2 ? Counts{0, 4} : Counts{4})
-        stress_op(op, group, communicating, iterations);
   } else if (what == "beside") {
     for (const OpKind op : all)
       for (const int communicating : op == OpKind::all_gather_matmul ? Counts{2, 16}

@@ -23,20 +23,6 @@ struct Shape {
   int m, k, n;
 };
 
-// out [m, n] = a [m, k] x b, one thread a value.
-__global__ void multiply_naively(const __nv_bfloat16* a, const __nv_bfloat16* b, float* out, int m, int k, int n,
-                                 bool transpose_rhs) {
-  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x, row = i / n, column = i % n;
-  if (row >= m) return;
-  float sum = 0;
-  for (int j = 0; j < k; ++j)
-    sum += __bfloat162float(a[row * k + j]) *
-           __bfloat162float(transpose_rhs ? b[column * k + j] : b[int64_t{j} * n + column]);
-  out[i] = sum;
-}
-
-inline unsigned blocks_of(int64_t count) { return static_cast<unsigned>((count + 255) / 256); }
-
 // One GPU: operands of all three ops, with room for float32 results.
 struct Rank {
   Shape shape;
@@ -60,15 +46,6 @@ struct Rank {
     fill<<<1024, 256>>>(b, int64_t{s.k} * s.n, 2 * rank + 2);
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  // A copy of this rank with other rows in `a`.
-  Rank with_rows(uint32_t seed) const {
-    Rank other = *this;
-    CHECK(cudaSetDevice(device));
-    other.a = device_array<__nv_bfloat16>(int64_t{shape.m} * shape.k);
-    fill<<<1024, 256>>>(other.a, int64_t{shape.m} * shape.k, 2 * seed + 1);
-    CHECK(cudaDeviceSynchronize());
-    return other;
   }
   void release() {
     for (void* each : {static_cast<void*>(a), static_cast<void*>(b), static_cast<void*>(gathered),
@@ -97,29 +74,24 @@ struct Rank {
   }
 };
 
-inline std::vector<float> download(const char* from, int64_t count, DType dtype) {
-  std::vector<float> values(count);
-  if (dtype == DType::float32) {
-    CHECK(cudaMemcpy(values.data(), from, count * 4, cudaMemcpyDeviceToHost));
-    return values;
-  }
-  std::vector<__nv_bfloat16> narrow(count);
-  CHECK(cudaMemcpy(narrow.data(), from, count * 2, cudaMemcpyDeviceToHost));
-  for (int64_t i = 0; i < count; ++i) values[i] = __bfloat162float(narrow[i]);
-  return values;
+inline std::vector<float> download_as(DType dtype, const void* data, int64_t count) {
+  return dtype == DType::float32 ? download<float>(data, count) : download<__nv_bfloat16>(data, count);
 }
 
 // The product of the first `m` rows of one rank with the matrix of another.
 inline std::vector<float> exact_product(const Rank& rows, const Rank& matrix, int matrix_rank, int m) {
   CHECK(cudaSetDevice(matrix_rank));
   const Shape s = matrix.shape;
-  float* out = device_array<float>(int64_t{m} * s.n);
+  const int64_t count = int64_t{m} * s.n;
+  float *out = device_array<float>(count), *magnitude = device_array<float>(count);
   __nv_bfloat16* here = device_array<__nv_bfloat16>(int64_t{m} * s.k);
   CHECK(cudaMemcpy(here, rows.a, int64_t{m} * s.k * 2, cudaMemcpyDefault));
-  multiply_naively<<<blocks_of(int64_t{m} * s.n), 256>>>(here, matrix.b, out, m, s.k, s.n, matrix.transpose_rhs);
+  const int64_t b_col = matrix.transpose_rhs ? s.k : 1, b_k = matrix.transpose_rhs ? 1 : s.n;
+  multiply_plainly<<<dim3((s.n + 127) / 128, m), 128>>>(here, matrix.b, out, magnitude, m, s.n, s.k, s.k, 1, b_col, b_k,
+                                                        nullptr, nullptr, nullptr, 0);
   CHECK(cudaDeviceSynchronize());
-  const std::vector<float> values = download(reinterpret_cast<char*>(out), int64_t{m} * s.n, DType::float32);
-  CHECK(cudaFree(out));
-  CHECK(cudaFree(here));
+  const std::vector<float> values = download<float>(out, count);
+  for (void* each : {static_cast<void*>(out), static_cast<void*>(magnitude), static_cast<void*>(here)})
+    CHECK(cudaFree(each));
   return values;
 }

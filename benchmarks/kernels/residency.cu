@@ -5,16 +5,15 @@
 //   build/residency
 #include <cuda_runtime.h>
 
-#include <array>
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <functional>
 #include <numeric>
 #include <random>
 #include <thread>
 #include <vector>
 
+#include "held_sms.h"
 #include "moe_rank.h"
 #include "runtime/group.h"
 
@@ -164,8 +163,7 @@ void add_sparse(std::vector<Case>& cases, int ranks) {
   cases.insert(cases.end(), {united, summed});
 }
 
-// Two streams for each rank.
-using Streams = std::vector<std::array<cudaStream_t, 2>>;
+using Streams = std::vector<cudaStream_t>;  // of the ranks
 using Results = std::vector<std::vector<std::vector<char>>>;
 
 void spoil_results(const Case& op) {
@@ -176,7 +174,7 @@ void spoil_results(const Case& op) {
 
 Results run_alone(const Case& op, const Group& group, const Streams& streams) {
   spoil_results(op);
-  on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank][0], group.comm({0, rank}))); });
+  on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank], group.comm({0, rank}))); });
   synchronize(group.size());
   Results found;
   for (const auto& results : op.results) {
@@ -193,26 +191,23 @@ bool unchanged(const Case& op, const Results& wanted) {
   return true;
 }
 
-// Whether the op ends, with the right results, while another kernel holds `sms` of each GPU.
-bool ends_beside(const Case& op, const Group& group, int sms, const Streams& streams) {
+// Whether the op ends, with the right results, while another kernel holds all SMs but one of each GPU.
+bool ends_beside(const Case& op, const Group& group, const Streams& streams) {
   const Results wanted = run_alone(op, group, streams);
   spoil_results(op);
-  on_each(group.size(), [&](int rank) {
-    delay<<<sms, 1, kSharedBytes, streams[rank][1]>>>(kHeldNs);  // every block takes a whole SM
-    CHECK(cudaGetLastError());
-  });
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));
-  const auto begin = std::chrono::steady_clock::now();
-  on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank][0], group.comm({0, rank}))); });
-  bool held = true;
-  on_each(group.size(), [&](int rank) {
-    CHECK(cudaStreamSynchronize(streams[rank][0]));
-    held &= cudaStreamQuery(streams[rank][1]) == cudaErrorNotReady;
-  });
-  const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
-  synchronize(group.size());
+  bool held = false;
+  std::chrono::duration<double, std::milli> took{};
+  {
+    HeldSms others(group.size(), Free::one, kHeldNs);
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const auto begin = std::chrono::steady_clock::now();
+    on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank], group.comm({0, rank}))); });
+    on_each(group.size(), [&](int rank) { CHECK(cudaStreamSynchronize(streams[rank])); });
+    held = others.all_held();
+    took = std::chrono::steady_clock::now() - begin;
+  }
   const bool right = unchanged(op, wanted);
-  std::printf("%-26s beside %d SMs held: %8.2f ms, %s, %s\n", op.name, sms, took.count(),
+  std::printf("%-26s beside all SMs but one held: %8.2f ms, %s, %s\n", op.name, took.count(),
               held ? "before they are free" : "AFTER they are free", right ? "right" : "WRONG");
   return held && right;
 }
@@ -220,18 +215,16 @@ bool ends_beside(const Case& op, const Group& group, int sms, const Streams& str
 }  // namespace
 
 int main() {
-  int ranks = 0, sms = 0;
+  int ranks = 0;
   CHECK(cudaGetDeviceCount(&ranks));
   ranks = ranks < 2 ? 1 : ranks < 4 ? 2 : 4;  // of which the experts are a multiple
   std::vector<int> devices(ranks);
   std::iota(devices.begin(), devices.end(), 0);
   Group group({devices}, 20.0, /*poison=*/false);
-  CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
   Streams streams(ranks);
   on_each(ranks, [&](int rank) {
     CHECK(load_kernels(kSharedBytes));
-    CHECK(cudaFuncSetAttribute(delay, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    for (cudaStream_t& stream : streams[rank]) CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithFlags(&streams[rank], cudaStreamNonBlocking));
   });
   std::vector<Case> cases;
   add_routed(cases, ranks, 4096);
@@ -239,7 +232,7 @@ int main() {
   add_ragged(cases, ranks);
   add_sparse(cases, ranks);
   bool good = true;
-  for (const Case& op : cases) good &= ends_beside(op, group, sms - 1, streams);
+  for (const Case& op : cases) good &= ends_beside(op, group, streams);
   std::printf(good ? "residency: all checks passed on %d GPUs\n" : "residency: FAILED on %d GPUs\n", ranks);
   return good ? 0 : 1;
 }

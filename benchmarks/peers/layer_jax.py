@@ -10,9 +10,8 @@ from jax.sharding import Mesh
 
 import jax_ep
 
-from ..formulations import AXIS
-from ..in_jit_loop import Loop, Program, compile_all, median_microseconds, on_ranks
-from ..layer import calls, ours
+from ..in_jit_loop import AXIS, Loop, Program, compile_all, on_ranks, take_turns
+from ..layer import calls, ours, step
 from .shapes import CHECKED, SHAPES
 
 
@@ -23,7 +22,7 @@ class Layer:
         del peer
         self._mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
         self._group = jax_ep.Group(self._mesh, AXIS)
-        self._timed: dict[str, tuple[Loop, Program]] = {}
+        self._timed: dict[str, Program] = {}
 
     def prepare(self, shape: str, operands: dict[str, np.ndarray]) -> tuple[dict[str, Any], dict[str, float]]:
         self._timed.clear()  # it holds the last shape's operands
@@ -36,25 +35,23 @@ class Layer:
             out, pull = jax.vjp(partial(layer, ids), *others)
             return out, _kept(pull, (ids, *others, out))
 
-        def step(cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
-            out, pull = jax.vjp(partial(layer, ids), *others)
-            out, cotangent = jax.lax.optimization_barrier((out, cotangent))  # which comes behind it, as in a model
-            return out, pull(cotangent)
-
         tokens, cotangent = (jnp.asarray(operands[name].view(jnp.bfloat16)) for name in ("tokens", "cotangent"))
         matrices = (_matrices(operands, name, model.width) for name in ("gate", "up", "down"))
         first = (jnp.asarray(operands["ids"]), jnp.asarray(operands["weights"]), *matrices)
         on_cpu = self._group.platform == "cpu"
         forward_calls, step_calls = (2 if on_cpu else calls(model, rows, 1, passes) for passes in (1, 3))
+        step_of_layer = partial(step, layer)
         loops = {
             "forward": Loop(layer, first, tokens, forward_calls),
-            "training forward": Loop(training, first, tokens, forward_calls),
-            "step": Loop(step, (cotangent, *first), tokens, step_calls),
+            "step": Loop(step_of_layer, (cotangent, *first), tokens, step_calls),
         }
-        once = [on_ranks(layer, mesh).lower(*first, tokens), on_ranks(step, mesh).lower(cotangent, *first, tokens)]
+        once = [
+            on_ranks(layer, mesh).lower(*first, tokens),
+            on_ranks(step_of_layer, mesh).lower(cotangent, *first, tokens),
+        ]
         forward_once, step_once, *timed = compile_all([*once, *(loop.lower(mesh) for loop in loops.values())])
         for (name, loop), program in zip(loops.items(), timed, strict=True):
-            self._timed[name] = (loop, Program(program, loop.arguments))
+            self._timed[name] = Program(program, loop.arguments, loop.calls)
 
         out, (_, gradients) = forward_once(*first, tokens), step_once(cotangent, *first, tokens)
         self._group.check()
@@ -68,8 +65,7 @@ class Layer:
         return {name: np.asarray(each[:CHECKED], np.float32) for name, each in results.items()}, memory
 
     def microseconds(self, quantity: str, heat: float) -> float:
-        loop, program = self._timed[quantity]
-        return median_microseconds([loop], [program], repeats=1, hot=heat > 0)[0]
+        return take_turns({quantity: self._timed[quantity]}, repeats=1, hot=heat > 0)[quantity]
 
 
 @jax.jit

@@ -75,7 +75,7 @@ def dense(given: Operands) -> Passes:
         of_down = torch.bmm(d_answers, down), torch.bmm(d_answers.mT, inner)
         return answers, of_down, torch.bmm(products, first), torch.bmm(products.mT, rows)
 
-    return {"forward": forward, "training forward": forward, "step": step}
+    return {"forward": forward, "step": step}
 
 
 def torch_grouped_mm(given: Operands) -> Passes:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import select
@@ -19,9 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..in_jit_loop import HEAT_SECONDS, in_digits, teraflops
-from ..provenance import header
-from ..tables import heading, row
+from ..in_jit_loop import HEAT_SECONDS, teraflops
+from ..provenance import header, heading, row
 from .shapes import CHECKED, SHAPES, TINY, draw, expected
 
 OURS = "jax_ep"
@@ -31,7 +29,7 @@ PACKAGES = {
     "torch_grouped_mm": ("torch",),
     "dense": ("torch",),
 }
-PASSES = {"forward": 1, "training forward": 1, "step": 3}  # products, in those of a forward pass
+PASSES = {"forward": 1, "step": 3}  # products, in those of a forward pass
 TITLES = {quantity: f"{quantity}, us (TFLOP/s)" for quantity in PASSES} | {
     "kept": "kept by a training forward beside operands and output, MiB",
     "peak": "peak of a step beside operands, results included, MiB",
@@ -145,7 +143,7 @@ def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
 def cell(quantity: str, name: str, values: list[float]) -> str:
     value, model = statistics.median(values), SHAPES[name]
     flops = PASSES.get(quantity, 0) * model.shape.tokens * model.shape.top_k * model.flops_per_row
-    rate = f" ({in_digits(teraflops(flops, value))})" if flops else ""
+    rate = f" ({teraflops(flops, value)})" if flops else ""
     return f"{value:.1e}" if quantity == "error" else f"{value:,.1f}{rate}"
 
 
@@ -183,8 +181,7 @@ def main(arguments: list[str]) -> int:
     on_cpu = jax.default_backend() == "cpu"
     if options.site:  # the DSL names its folder in a .pth, which counts in Python's own folders alone
         sys.path[:0] = [str(options.site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/python_packages")]
-    installed = {distribution.name for distribution in importlib.metadata.distributions()}
-    packages = list(dict.fromkeys(each for peer in options.peers for each in PACKAGES[peer] if each in installed))
+    packages = list(dict.fromkeys(each for peer in options.peers for each in PACKAGES[peer]))
     print(header(jax.devices()[:1], "one rank", ["peers", *arguments], packages))
     when = "cold, on a CPU" if on_cpu else f"after {HEAT_SECONDS:g} s of the same"
     print(f"- bfloat16; a process for each peer, all in turns, each {when}")

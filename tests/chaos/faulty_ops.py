@@ -40,6 +40,12 @@ def equal(*arrays: Any) -> list[Value]:
     return [Value(x, np.zeros(x.shape), 0) for x in wide]
 
 
+def combined(outputs: np.ndarray, expected: oracle.Expected, case: helpers.Case, roundings: float) -> Value:
+    """The sums of what experts made of the rows."""
+    sums = oracle.combine(outputs, expected.targets, case.weights)
+    return Value(sums, oracle.combine(np.abs(outputs), expected.targets, np.abs(case.weights)), roundings)
+
+
 def draw_case(rng: np.random.Generator, size: int, tokens: int, hidden: int, dtype: Any = np.float32) -> helpers.Case:
     return helpers.draw_case(rng, size, tokens, 2, EXPERTS_EACH * size, hidden, np.dtype(dtype))
 
@@ -59,14 +65,13 @@ def round_trip(
     given = {"num_experts": experts, "capacity": options.pop("capacity", size * tokens * 2), "alignment": alignment}
     out = oracle.dispatch(*case, **given, fp8=fp8)
     options |= given | {"wire": "float8" if fp8 else None}
-    combined = Value(
-        oracle.combine(out.rows, out.targets, case.weights),
-        oracle.combine(np.abs(out.rows), out.targets, np.abs(case.weights)),
-        1,
-    )
     routed = equal(*(getattr(out, name) for name in ("rows", "group_sizes", "targets", "row_of", "weights", "counts")))
     routed += equal(out.dropped, out.invalid)
-    return Op(helpers.dispatch_combine(group, implementation="ffi", **options), [*case], [*routed, combined])
+    return Op(
+        helpers.dispatch_combine(group, implementation="ffi", **options),
+        [*case],
+        [*routed, combined(out.rows, out, case, 1)],
+    )
 
 
 def float8_rows(rng: np.random.Generator, group: Group) -> Op:
@@ -85,12 +90,8 @@ def float8_rows(rng: np.random.Generator, group: Group) -> Op:
         rows = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
         return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
 
-    combined = Value(
-        oracle.combine(expected.rows, expected.targets, case.weights),
-        oracle.combine(np.abs(expected.rows), expected.targets, np.abs(case.weights)),
-        4,
-    )
-    return Op(helpers.per_rank(body, group.mesh), [*case], [*equal(expected.rows), combined])
+    wanted = [*equal(expected.rows), combined(expected.rows, expected, case, 4)]
+    return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
 
 
 def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
@@ -108,10 +109,10 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, first: jax.Array, last: jax.Array) -> Any:
         rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, num_experts=experts, capacity=capacity, **where)
         inner = jax_ep.lax.ragged_dot(rows, first, sizes)
-        combined = jax_ep.combine(jax_ep.lax.ragged_dot(inner, last, sizes), routing, **where)
+        sums = jax_ep.combine(jax_ep.lax.ragged_dot(inner, last, sizes), routing, **where)
         unit: Any = jax_ep.Experts(None, first, last, activation=lambda x: x)
         layer, _ = jax_ep.moe_mlp(tokens, ids, weights, unit, capacity=capacity, **where)
-        return inner, sizes, combined, layer
+        return inner, sizes, sums, layer
 
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity)
     inner = oracle.grouped_product(expected, first)
@@ -119,28 +120,17 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
         oracle.grouped_product(expected._replace(rows=f(inner)), f(last)).astype(np.float32)
         for f in (np.asarray, np.abs)
     )
-    combined = Value(
-        oracle.combine(sums, expected.targets, case.weights),
-        oracle.combine(sizes, expected.targets, np.abs(case.weights)),
-        4,
+    total = combined(sums, expected, case, 4)._replace(
+        magnitude=oracle.combine(sizes, expected.targets, np.abs(case.weights))
     )
-    return Op(
-        helpers.per_rank(body, group.mesh),
-        [*case, first, last],
-        [*equal(inner, expected.group_sizes), combined, combined],
-    )
+    wanted = [*equal(inner, expected.group_sizes), total, total]
+    return Op(helpers.per_rank(body, group.mesh), [*case, first, last], wanted)
 
 
 def gradients(rng: np.random.Generator, group: Group) -> Op:
     case = draw_case(rng, group.size, 20, 64)
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        def loss(tokens: jax.Array, weights: jax.Array) -> jax.Array:
-            out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-            return jnp.sum(jax_ep.combine(out.rows**2, out.routing, group=group))
-
-        return jax.grad(loss, argnums=(0, 1))(tokens, weights)
-
+    both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS_EACH * group.size)
+    body = jax.grad(lambda *x: jnp.sum(both(*x)[1]), argnums=(0, 2))
     tokens, total = case.tokens.astype(np.float64), case.weights.sum(axis=2, keepdims=True)
     squares = np.broadcast_to((tokens**2).sum(axis=2, keepdims=True), case.weights.shape)
     wanted = [Value(2 * tokens * total, np.abs(2 * tokens * total), 4), Value(squares, squares, 4)]
@@ -150,13 +140,10 @@ def gradients(rng: np.random.Generator, group: Group) -> Op:
 def scan(rng: np.random.Generator, group: Group) -> Op:
     """Ten layers in one program; on a GPU a captured graph."""
     case = draw_case(rng, group.size, 8, 32)
-
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        out = jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS_EACH * group.size)
-        return jax_ep.combine(out.rows, out.routing, group=group)
+    both = helpers.round_trip(group, num_experts=EXPERTS_EACH * group.size)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, _: (layer(x, ids, weights), None), tokens, length=10)[0]
+        return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, length=10)[0]
 
     exact = case.tokens * case.weights.astype(np.float64).sum(axis=2, keepdims=True) ** 10
     return Op(helpers.per_rank(body, group.mesh), [*case], [Value(exact, np.abs(exact), 60)])

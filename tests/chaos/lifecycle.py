@@ -173,21 +173,12 @@ SCENES: tuple[tuple[Callable[[np.random.Generator], None], float], ...] = (  # w
 )
 
 
-def kept() -> str:
-    """What of this process' groups is left; other processes on the GPUs count too."""
-    threads = f"{helpers.own_threads()} threads of jax_ep"
-    if jax.default_backend() != "gpu":
-        return threads
-    return f"{threads}, {helpers.gpu_megabytes()} MB of GPU memory in use"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, 200)
     options.add_argument("--scene", type=int, help="this one alone")
     given = options.parse_args(arguments)
     prepare_devices()
     report = Report("lifecycle", given.seed, devices_here())
-    first = ""
     for index in [given.scene] if given.scene is not None else range(given.configurations):
         if report.seconds() > given.seconds:
             break
@@ -200,10 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             scene(rng)
         except Exception as error:
             report.failed(error, scene.__name__, f"--scene {index}")
-        if report.configurations == 2 * len(SCENES):
-            first = kept()
     gc.collect()
-    print(f"after {2 * len(SCENES)} groups: {first}\nnow: {kept()}")
     return report.finish()
 
 

@@ -54,17 +54,15 @@ inline void check_quotas(const std::vector<Rank>& ranks, int capacity) {
 inline void drops(int tokens, const std::vector<Way>& ways) {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/true);
   const int capacity = tokens * kTopK / kAlignment * kAlignment;
-  std::vector<Rank> drawn(kRanks, Rank{tokens}), first;
-  std::mt19937 random(6);
-  fill(drawn, random);
+  std::vector<Rank> drawn = draw_ranks(tokens, 6), first;
   for (Rank& rank : drawn)
     for (int i = 0; i < rank.count * kTopK; i += 2) rank.ids[i] = 5;
   for (const Way way : ways) {
     std::vector<Rank> ranks = drawn;
-    on_all_ranks(*group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_on_all_ranks(*group, [&](int rank) {
       DispatchArgs args = ranks[rank].dispatch_args(way);
       args.capacity = capacity, args.drop = true;
-      run_in_float32(comm, args, coop);
+      return args;
     });
     check_quotas(ranks, capacity);
     if (first.empty()) first = ranks;

@@ -27,12 +27,8 @@ void on_all_ranks_late(const Group& group, int late, Body body) {
 // combine, which returns scalars too, and its gradient.
 inline void late_senders(int tokens, int late) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{tokens});
-  std::mt19937 random(6);
-  fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
-  });
+  std::vector<Rank> ranks = draw_ranks(tokens, 6);
+  dispatch_on_all_ranks(group, ranks, Way::straight);
   check_counts(ranks);
   std::vector<std::vector<float>> returned(kRanks, std::vector<float>(kMaxTokens * kTopK, -1)), scattered(kRanks);
   on_all_ranks_late(group, late, [&](const Comm& comm, int rank, const Coop& coop) {

@@ -82,14 +82,9 @@ inline void matmuls(const std::vector<int>& devices, int times) {
       for (float& x : rank.a) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
       for (float& x : rank.b) x = static_cast<int>(random() % 2001) / 1000.0f - 1;
     }
-    const auto run = [&](auto args_of) {
-      on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-        run_kernel<float>(comm, args_of(ranks[rank]), coop);
-      });
-    };
-    run([](MatmulRank& rank) { return rank.reduce_args(false); });
-    run([](MatmulRank& rank) { return rank.reduce_args(true); });
-    run([](MatmulRank& rank) { return rank.gather_args(); });
+    run_on_all_ranks(group, [&](int rank) { return ranks[rank].reduce_args(false); });
+    run_on_all_ranks(group, [&](int rank) { return ranks[rank].reduce_args(true); });
+    run_on_all_ranks(group, [&](int rank) { return ranks[rank].gather_args(); });
     check_matmuls(ranks);
   }
   expect(!group.take_error(), "no error is reported");
@@ -99,13 +94,10 @@ inline void lost_matmul_rank() {
   for (const bool gather : {false, true}) {
     Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
     std::vector<MatmulRank> ranks(kRanks, MatmulRank({64, 16, 8}, kRanks));
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-      if (rank == 2) return;
-      if (gather)
-        run_kernel<float>(comm, ranks[rank].gather_args(), coop);
-      else
-        run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
-    });
+    if (gather)
+      run_on_all_ranks(group, [&](int rank) { return ranks[rank].gather_args(); }, /*absent=*/2);
+    else
+      run_on_all_ranks(group, [&](int rank) { return ranks[rank].reduce_args(false); }, /*absent=*/2);
     const auto error = group.take_error();
     expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
     expect(std::isnan(gather ? ranks[0].product[0] : ranks[0].reduced[0]), "results are NaN after a failure");

@@ -87,6 +87,21 @@ inline void fill(std::vector<Rank>& ranks, std::mt19937& random) {
   }
 }
 
+inline std::vector<Rank> draw_ranks(int tokens, unsigned seed) {
+  std::vector<Rank> ranks(kRanks, Rank{tokens});
+  std::mt19937 random(seed);
+  fill(ranks, random);
+  return ranks;
+}
+
+inline void dispatch_on_all_ranks(const Group& group, std::vector<Rank>& ranks, Way way, int absent = -1) {
+  run_on_all_ranks(group, [&](int rank) { return ranks[rank].dispatch_args(way); }, absent);
+}
+
+inline void combine_on_all_ranks(const Group& group, std::vector<Rank>& ranks) {
+  run_on_all_ranks(group, [&](int rank) { return ranks[rank].combine_args(); });
+}
+
 // dispatch followed by combine of the very rows gives each token times the sum of its valid weights.
 inline void check_round_trip(const std::vector<Rank>& ranks, float tolerance) {
   for (const Rank& rank : ranks)
@@ -115,33 +130,23 @@ inline void check_counts(const std::vector<Rank>& ranks) {
 
 inline void round_trip(const Group& group, std::vector<Rank>& ranks, Way way, std::mt19937& random) {
   fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
-  });
+  dispatch_on_all_ranks(group, ranks, way);
   check_counts(ranks);
   if (!ranks[0].dispatch_args(way).expand) expand_rows(ranks);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].combine_args(), coop);
-  });
+  combine_on_all_ranks(group, ranks);
   check_round_trip(ranks, is_float8(way) ? 0.2f : 1e-5f);
 }
 
 // A dispatch, and a combine in which rank 1 has been handed a row that it does not have.
 inline void combine_out_of_bounds(const Group& group, std::vector<Rank>& ranks, int index) {
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
-  });
+  dispatch_on_all_ranks(group, ranks, Way::straight);
   ranks[1].row_of[index] = kCapacity + 7;
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].combine_args(), coop);
-  });
+  combine_on_all_ranks(group, ranks);
 }
 
 // The row is not read, no rank delivers, and all say so.
 inline void row_out_of_bounds(Group& group, int tokens, int index) {
-  std::vector<Rank> ranks(kRanks, Rank{tokens});
-  std::mt19937 random(3);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(tokens, 3);
   combine_out_of_bounds(group, ranks, index);
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].combined[0]), "no rank delivers what another did not send");
@@ -160,12 +165,8 @@ inline void rows_out_of_bounds(int times) {
 // A rank that never comes: the others give up within the timeout, and fill their results. Whether all name it.
 inline bool lost_rank_is_named(int tokens, Way way, double timeout_seconds) {
   Group group({{0, 1, 2, 3}}, timeout_seconds, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{tokens});
-  std::mt19937 random(2);
-  fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    if (rank != 2) run_in_float32(comm, ranks[rank].dispatch_args(way), coop);
-  });
+  std::vector<Rank> ranks = draw_ranks(tokens, 2);
+  dispatch_on_all_ranks(group, ranks, way, /*absent=*/2);
   const auto error = group.take_error();
   expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
   expect(std::isnan(ranks[0].rows[0]), "results are NaN after a failure");
@@ -221,20 +222,15 @@ inline void reports_are_whole(int count) {
 // Peers gave up between two ops of a rank, which may have been stopped meanwhile: its next op says so, once.
 inline void given_up_between_ops() {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(4);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 4);
   for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.signal_pad({0, rank})->abort, uint64_t{1 + 1});
-  const auto dispatch = [&](const Comm& comm, int rank, const Coop& coop) {
-    run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
-  };
-  on_all_ranks(group, dispatch);
+  dispatch_on_all_ranks(group, ranks, Way::few);
   for (int rank = 0; rank < kRanks; ++rank) {
     expect(std::isnan(ranks[rank].rows[0]), "nothing is delivered");
     const auto seen = group.reported({0, rank});
     expect(seen && seen->kind == ErrorKind::peer_lost, "every rank tells the host");
   }
-  on_all_ranks(group, dispatch);
+  dispatch_on_all_ranks(group, ranks, Way::few);
   for (int rank = 0; rank < kRanks; ++rank)
     expect(group.comm({0, rank}).report->epoch == 1, "the first op that failed has the word");
 }
@@ -243,14 +239,9 @@ inline void given_up_between_ops() {
 // that follows.
 inline void one_grace_for_all_ops() {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(5);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 5);
   const auto began = std::chrono::steady_clock::now();
-  for (int op = 0; op < 60; ++op)
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-      if (rank != 3) run_in_float32(comm, ranks[rank].dispatch_args(Way::few), coop);
-    });
+  for (int op = 0; op < 60; ++op) dispatch_on_all_ranks(group, ranks, Way::few, /*absent=*/3);
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
   expect(took.count() < 3.0, "a failed group ends its ops at once");  // 60 graces are 6 s
   expect(std::isnan(ranks[0].rows[0]), "nothing is delivered");
@@ -259,9 +250,7 @@ inline void one_grace_for_all_ops() {
 // One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
 inline void different_ops(bool other_op) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(3);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 3);
   if (!other_op) ranks[2].count = kMaxTokens;
   const auto signed_by = [](Comm comm, const auto& args) {
     comm.signature = signature_of(args);

@@ -8,9 +8,9 @@
 namespace jax_ep {
 
 // Runs an op, and looks into the mail that each rank leaves for itself.
-template <class Ranks, class Run, class ArgsOf>
-void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) { run(comm, args_of(ranks[rank]), coop); });
+template <class Ranks, class ArgsOf>
+void check_posting(const Group& group, Ranks& ranks, ArgsOf args_of) {
+  run_on_all_ranks(group, [&](int rank) { return args_of(ranks[rank]); });
   for (int rank = 0; rank < group.size(); ++rank) {
     const SignalPad& signal_pad = *group.signal_pad({0, rank});
     const auto args = args_of(ranks[rank]);
@@ -24,19 +24,15 @@ void check_posting(const Group& group, Ranks& ranks, Run run, ArgsOf args_of) {
 
 inline void posts_what_specs_mark() {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  const auto run = [](const Comm& comm, const auto& args, const Coop& coop) { run_in_float32(comm, args, coop); };
-  std::mt19937 random(1);
-  std::vector<Rank> routed(kRanks, Rank{40});
-  fill(routed, random);
-  check_posting(group, routed, run, [](Rank& rank) { return rank.dispatch_args(Way::straight); });
-  check_posting(group, routed, run, [](Rank& rank) { return rank.combine_args(); });
-  std::vector<SparseRank> sparse(kRanks);
-  for (SparseRank& rank : sparse) rank.draw(random);
-  check_posting(group, sparse, run, [](SparseRank& rank) { return rank.union_args(false); });
-  check_posting(group, sparse, run, [](SparseRank& rank) { return rank.reduce_args(false); });
+  std::vector<Rank> routed = draw_ranks(40, 1);
+  check_posting(group, routed, [](Rank& rank) { return rank.dispatch_args(Way::straight); });
+  check_posting(group, routed, [](Rank& rank) { return rank.combine_args(); });
+  std::vector<SparseRank> sparse = draw_sparse_ranks(1);
+  check_posting(group, sparse, [](SparseRank& rank) { return rank.union_args(false); });
+  check_posting(group, sparse, [](SparseRank& rank) { return rank.reduce_args(false); });
   std::vector<MatmulRank> products(kRanks, MatmulRank({64, 16, 8}, kRanks));
-  check_posting(group, products, run, [](MatmulRank& rank) { return rank.reduce_args(false); });
-  check_posting(group, products, run, [](MatmulRank& rank) { return rank.gather_args(); });
+  check_posting(group, products, [](MatmulRank& rank) { return rank.reduce_args(false); });
+  check_posting(group, products, [](MatmulRank& rank) { return rank.gather_args(); });
   expect(!group.take_error(), "no error is reported");
 }
 

@@ -46,9 +46,7 @@ inline void check_profiles(const std::vector<RankProfile>& profiles, uint64_t op
 inline void profiles_of_running_ops() {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
   Profiler profiler(group, kCoops);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(3);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 3);
   std::atomic<bool> running = true;
   size_t spans = 0;
   std::thread profiling([&] {
@@ -58,10 +56,7 @@ inline void profiles_of_running_ops() {
       for (const RankProfile& each : profiler.stop()) spans += each.spans.size();
     }
   });
-  for (int i = 0; i < 50; ++i)
-    on_all_ranks(*group, [&](const Comm& comm, int rank, const Coop& coop) {
-      run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
-    });
+  for (int i = 0; i < 50; ++i) dispatch_on_all_ranks(*group, ranks, Way::straight);
   running = false;
   profiling.join();
   for (int rank = 0; rank < kRanks; ++rank) {
@@ -76,9 +71,7 @@ inline void profiles_of_running_ops() {
 inline void profile_cut_short() {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
   Profiler profiler(group, kCoops);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(4);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 4);
   profiler.start();
   on_all_ranks(*group, [&](const Comm& comm, int rank, const Coop& coop) {
     const bool last = rank == kRanks - 1;

@@ -57,6 +57,14 @@ void run_in_float32(const Comm& comm, const Args& args, const Coop& coop) {
   std::visit([&](const auto& kernel_args) { run_kernel<float>(comm, kernel_args, coop); }, kernel_of(args));
 }
 
+// The kernels of an op on all ranks but one, whose arguments on a rank are args_of(rank).
+template <class ArgsOf>
+void run_on_all_ranks(const Group& group, ArgsOf args_of, int absent = -1) {
+  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    if (rank != absent) run_in_float32(comm, args_of(rank), coop);
+  });
+}
+
 inline std::shared_ptr<Group> make_group(double timeout_seconds, bool poison) {
   return std::make_shared<Group>(std::vector<std::vector<int>>{{0, 1, 2, 3}}, timeout_seconds, poison);
 }

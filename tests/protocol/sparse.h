@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <map>
 #include <random>
@@ -28,10 +29,11 @@ struct SparseRank {
       std::vector<char>(landing_bytes(kRanks, kPlaces, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
 
-  // One id or two are often drawn, so that their runs are long.
+  // One id or two are often drawn, so that their runs are long; some name no row.
   void draw(std::mt19937& random) {
     const int often = 1 + random() % 2;
-    for (int32_t& id : ids) id = random() % 3 ? random() % (kTableRows + 1) : random() % often * 77;
+    for (int32_t& id : ids) id = random() % 3 ? random() % kTableRows : random() % often * 77;
+    for (const int32_t odd : {INT_MIN, -1, kTableRows, INT_MAX}) ids[random() % kEntries] = odd;
     for (float& x : values) x = static_cast<float>(random() % 64);
   }
 
@@ -58,20 +60,22 @@ struct SparseRank {
   }
 };
 
-inline void reduce_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded, bool landing_used) {
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_kernel(comm, ranks[rank].union_args(sharded), coop);
-  });
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_kernel<float>(comm, ranks[rank].reduce_args(sharded, landing_used), coop);
-  });
+inline std::vector<SparseRank> draw_sparse_ranks(unsigned seed) {
+  std::vector<SparseRank> ranks(kRanks);
+  std::mt19937 random(seed);
+  for (SparseRank& rank : ranks) rank.draw(random);
+  return ranks;
+}
+
+inline void unite_on_all_ranks(const Group& group, std::vector<SparseRank>& ranks, bool sharded) {
+  run_on_all_ranks(group, [&](int rank) { return ranks[rank].union_args(sharded); });
 }
 
 inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
   std::map<int, float> first_values;  // of each row: the sum of the first value of its entries
   for (const SparseRank& rank : ranks)
     for (int i = 0; i < kEntries; ++i)
-      if (rank.ids[i] < kTableRows) first_values[rank.ids[i]] += rank.values[i * kWidth];
+      if (rank.ids[i] >= 0 && rank.ids[i] < kTableRows) first_values[rank.ids[i]] += rank.values[i * kWidth];
   for (int r = 0; r < kRanks; ++r) {
     const int begin = sharded ? r * kTableRows / kRanks : 0;
     const int end = sharded ? (r + 1) * kTableRows / kRanks : kTableRows;
@@ -91,12 +95,12 @@ inline void check_sparse(const std::vector<SparseRank>& ranks, bool sharded) {
 
 inline void sparse_reductions(int times) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/true);
-  std::vector<SparseRank> ranks(kRanks);
-  std::mt19937 random(3);
   for (int i = 0; i < times; ++i) {
-    for (SparseRank& rank : ranks) rank.draw(random);
-    reduce_on_all_ranks(group, ranks, /*sharded=*/i % 2, /*landing_used=*/i % 4 == 0);
-    check_sparse(ranks, i % 2);
+    const bool sharded = i % 2, landing_used = i % 4 == 0;
+    std::vector<SparseRank> ranks = draw_sparse_ranks(3 + i);
+    unite_on_all_ranks(group, ranks, sharded);
+    run_on_all_ranks(group, [&](int rank) { return ranks[rank].reduce_args(sharded, landing_used); });
+    check_sparse(ranks, sharded);
   }
   expect(!group.take_error(), "no error is reported");
 }
@@ -120,15 +124,9 @@ inline void parts_end() {
 // A rank that is lost between the two steps: nobody returns while a peer may still read its rows.
 inline void lost_sparse_rank() {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<SparseRank> ranks(kRanks);
-  std::mt19937 random(4);
-  for (SparseRank& rank : ranks) rank.draw(random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    run_kernel(comm, ranks[rank].union_args(false), coop);
-  });
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    if (rank != 2) run_kernel<float>(comm, ranks[rank].reduce_args(false), coop);
-  });
+  std::vector<SparseRank> ranks = draw_sparse_ranks(4);
+  unite_on_all_ranks(group, ranks, /*sharded=*/false);
+  run_on_all_ranks(group, [&](int rank) { return ranks[rank].reduce_args(false); }, /*absent=*/2);
   const auto error = group.take_error();
   expect(error && error->kind == ErrorKind::peer_timeout, "a lost rank is a PeerTimeoutError");
   expect(std::isnan(ranks[0].result[0]), "results are NaN after a failure");

@@ -28,16 +28,13 @@ void bad_places(int times) {
   std::mt19937 random(8);
   for (int i = 0; i < times; ++i) {
     const bool sharded = i % 2, landing_used = i / 2 % 2, drop = i / 4 % 2;
-    std::vector<SparseRank> ranks(kRanks);
-    for (SparseRank& rank : ranks) rank.draw(random);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-      run_kernel(comm, ranks[rank].union_args(sharded), coop);
-    });
+    std::vector<SparseRank> ranks = draw_sparse_ranks(random());
+    unite_on_all_ranks(group, ranks, sharded);
     spoil(ranks, random);
-    on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
+    run_on_all_ranks(group, [&](int rank) {
       SparseReduceArgs args = ranks[rank].reduce_args(sharded, landing_used);
       args.drop = drop;
-      run_kernel<float>(comm, args, coop);
+      return args;
     });
     const auto error = group.take_error();
     expect(!error || (error->kind == ErrorKind::capacity && !drop), "the group goes on");

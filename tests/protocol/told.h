@@ -11,9 +11,7 @@ namespace jax_ep {
 
 inline void all_ranks_are_told_at_one_call() {
   const std::shared_ptr<Group> group = make_group(20.0, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(5);
-  fill(ranks, random);
+  std::vector<Rank> ranks = draw_ranks(40, 5);
   const auto told = [&](int rank) {
     const auto error = group->error_before({0, rank});
     expect(!error || error->kind == ErrorKind::invalid_routing, "it is the error of the op");
@@ -38,12 +36,8 @@ inline void all_ranks_are_told_at_one_call() {
 // Nobody else looks for the report of a lost rank.
 inline void an_execution_notices_by_itself() {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<Rank> ranks(kRanks, Rank{40});
-  std::mt19937 random(6);
-  fill(ranks, random);
-  on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
-    if (rank != 2) run_in_float32(comm, ranks[rank].dispatch_args(Way::straight), coop);
-  });
+  std::vector<Rank> ranks = draw_ranks(40, 6);
+  dispatch_on_all_ranks(group, ranks, Way::straight, /*absent=*/2);
   expect(!group.failure(), "nobody has looked");
   for (const int rank : {0, 1, 2, 3}) {
     const auto error = group.error_before({0, rank});
