@@ -15,7 +15,7 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
                              uint64_t timeout_ns) {
   coop.cta_sync();
   int status = static_cast<int>(Status::ok);
-  if (coop.member.index == 0 && coop.lane == 0 && ctas > 1 && join) {
+  if (coop.in_cta.index == 0 && coop.lane == 0 && ctas > 1 && join) {
     const uint64_t round = load_relaxed(&words->released);
     if (fetch_add(&words->arrived, uint64_t{1}) == static_cast<uint64_t>(ctas) - 1) {
       store_relaxed(&words->arrived, uint64_t{0});
@@ -80,8 +80,8 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
   if constexpr (Coop::lanes == 1) {
     joined = join(words, ctas);
   } else {
-    auto* const part = reinterpret_cast<int*>(coop.shared - coop.member.index * coop.shared_bytes);
-    if (coop.member.index == 0 && coop.lane == 0) {
+    auto* const part = reinterpret_cast<int*>(coop.shared - coop.in_cta.index * coop.shared_bytes);
+    if (coop.in_cta.index == 0 && coop.lane == 0) {
       joined = join(words, ctas);
       part[0] = joined.index;
       part[1] = joined.count;
@@ -94,9 +94,9 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
 }
 
 // Renumbers a part over the coops of members alone, in the order of sender_part().
-JAX_EP_FN Part among_members(Part part, Part cta, Part member) {
+JAX_EP_FN Part among_members(Part part, Part cta, Part joined) {
   const int of_cta = part.count / cta.count;  // parts
-  return of_cta == 0 ? Part{} : Part{part.index / cta.count * member.count + member.index, of_cta * member.count};
+  return of_cta == 0 ? Part{} : Part{part.index / cta.count * joined.count + joined.index, of_cta * joined.count};
 }
 
 // This coop, numbered among the coops of member CTAs. A coop of another CTA has no part in the op. A CPU thread both
@@ -112,8 +112,8 @@ JAX_EP_FN Coop as_member(Coop coop, Part cta) {
     coop.sender = coop.receiver = coop.cta = cta;
     return coop;
   }
-  coop.index = cta.index * coop.member.count + coop.member.index;
-  coop.count = cta.count * coop.member.count;
+  coop.index = cta.index * coop.in_cta.count + coop.in_cta.index;
+  coop.count = cta.count * coop.in_cta.count;
   coop.sender = among_members(coop.sender, coop.cta, cta);
   coop.receiver = among_members(coop.receiver, coop.cta, cta);
   coop.cta = cta;

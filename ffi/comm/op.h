@@ -62,10 +62,10 @@ class Op {
   JAX_EP_FN void record_begin(bool elected) const {
     if (ok() && elected && coop.lane == 0) begin_record();
   }
-  // Whether a kernel on rows elects this coop to begin the record. On a GPU the coop is in the second CTA, because no
-  // other coop waits for that CTA at that time.
+  // Whether a kernel on rows elects this coop to begin the record. On a GPU it is the last coop of the second CTA,
+  // because no other coop waits for that CTA at that time, or of the only CTA.
   JAX_EP_FN bool is_recorder() const {
-    return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.member.count - 1);
+    return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.in_cta.count - 1);
   }
 
   // Each reports an error to the host, which keeps the first report of an op. The group stays usable; this op delivers
@@ -94,8 +94,8 @@ class Op {
     barrier();
   }
 
-  // Ends the op; every coop calls. If the op has failed, the last coop to call returns when no peer can write into this
-  // rank's buffers any more. `coops`: the number of coops that call, if not all do.
+  // Ends the op; every coop calls. If the op has failed, the last coop to call returns when every peer has acknowledged
+  // that it writes no more here, or its grace is over. `coops`: the number of coops that call, if not all do.
   template <class Results>
   JAX_EP_FN void finish(const Results& results, int coops = 0) {
     coop.sync();

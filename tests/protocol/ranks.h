@@ -17,10 +17,10 @@ struct Cta {
   explicit Cta(int) {}
 };
 
-inline Coop coop_of(Part cta, Part member, int senders, Cta&) {
-  return Coop({cta.index * member.count + member.index, cta.count * member.count},
-              sender_part(cta.index, cta.count, member.index, senders),
-              receiver_part(cta.index, cta.count, member.index, member.count, senders));
+inline Coop coop_of(Part cta, Part in_cta, int senders, Cta&) {
+  return Coop({cta.index * in_cta.count + in_cta.index, cta.count * in_cta.count},
+              sender_part(cta.index, cta.count, in_cta.index, senders),
+              receiver_part(cta.index, cta.count, in_cta.index, in_cta.count, senders));
 }
 
 template <class Body>

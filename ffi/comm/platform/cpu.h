@@ -129,7 +129,7 @@ struct Coop {
   int count;
   Part sender, receiver;
   Part cta;                               // coops that share fast memory form a CTA: here each its own
-  static constexpr Part member = {0, 1};  // of the CTA
+  static constexpr Part in_cta = {0, 1};  // this coop in its CTA
   static constexpr char* shared = nullptr;
   static constexpr int shared_bytes = 0;
   static constexpr TrackRole track = TrackRole::sender;

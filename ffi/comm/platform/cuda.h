@@ -110,7 +110,7 @@ struct Coop {
   int index;  // among the coops of this rank
   int count;
   Part sender, receiver;
-  Part cta, member;  // the CTA, and this coop in it
+  Part cta, in_cta;  // the CTA, and this coop in it
   int lane;
   char* shared;  // this coop's own shared memory
   int shared_bytes;
@@ -119,7 +119,7 @@ struct Coop {
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
-  JAX_EP_FN void cta_sync() const { ptx::sync_some(barrier, member.count * lanes); }
+  JAX_EP_FN void cta_sync() const { ptx::sync_some(barrier, in_cta.count * lanes); }
   JAX_EP_FN uint64_t ballot(bool value) const { return __ballot_sync(~0u, value); }
   template <class V>
   JAX_EP_FN V from_lane(V value, int source) const {

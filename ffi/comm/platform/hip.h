@@ -84,7 +84,7 @@ struct Coop {
   int index;  // among the coops of this rank
   int count;
   Part sender, receiver;
-  Part cta, member;  // the CTA, and this coop in it
+  Part cta, in_cta;  // the CTA, and this coop in it
   int lane;
   char* shared;  // this coop's own shared memory
   int shared_bytes;

@@ -111,7 +111,7 @@ struct ExchangeHooks {
 
   // Adds this warp's rows of every tile but the last, as the peer's tiles come.
   JAX_EP_FN void add_tiles(Op& op) const {
-    const Range part = part_of(gemm::kBlockM, op.coop.member.index, kOtherAuxWarps);
+    const Range part = part_of(gemm::kBlockM, op.coop.in_cta.index, kOtherAuxWarps);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {

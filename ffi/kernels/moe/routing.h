@@ -36,7 +36,7 @@ class Histogram {
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
   // Whether this is the last coop of the first CTA, the last coop to have work.
-  JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.member.index == coop_.member.count - 1; }
+  JAX_EP_FN bool is_responsible() const { return is_first_cta() && coop_.in_cta.index == coop_.in_cta.count - 1; }
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.barrier_of_first(ctas_); }
 
@@ -44,7 +44,7 @@ class Histogram {
   // routing coops see what take() wrote.
   template <class ChoiceOf, class Take>
   JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
-    int32_t* mine = bins(coop_.member.index);
+    int32_t* mine = bins(coop_.in_cta.index);
     for (int i = coop_.lane; i < scratch_.histogram_ints(); i += Coop::lanes) mine[i] = 0;
     coop_.sync();
     for_each(choice_of, [&](int, int bin, float) {
@@ -63,7 +63,7 @@ class Histogram {
   // All lanes call visit together: item is -1 past the last item, and bin is -1 for a skipped assignment.
   template <class ChoiceOf, class FirstOf, class Visit>
   JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
-    int32_t* mine = bins(coop_.member.index);
+    int32_t* mine = bins(coop_.in_cta.index);
     const int32_t* before = scratch_.cta_bins(coop_.cta.index);
     for (int first = coop_.lane; first < scratch_.num_experts; first += kAhead * Coop::lanes) {
       int32_t starts[kAhead];  // all loads are in flight before the first value is used
@@ -90,19 +90,19 @@ class Histogram {
     return as_member(coop, join_cta(coop, &op.signal_pad->first_begun, wanted));
   }
 
-  // This coop's histogram, or that of another member of its CTA.
-  JAX_EP_FN int32_t* bins(int member) const {
+  // This coop's histogram, or that of another coop of its CTA.
+  JAX_EP_FN int32_t* bins(int other) const {
     const Coop& coop = coop_;
     if (coop.shared_bytes >= scratch_.histogram_ints() * 4)
-      return reinterpret_cast<int32_t*>(coop.shared + (member - coop.member.index) * coop.shared_bytes);
-    return scratch_.coop_bins(coop.index + member - coop.member.index);
+      return reinterpret_cast<int32_t*>(coop.shared + (other - coop.in_cta.index) * coop.shared_bytes);
+    return scratch_.coop_bins(coop.index + other - coop.in_cta.index);
   }
 
   JAX_EP_FN Range part_of_coop(int items) const {
     const Coop& coop = coop_;
     if (!routes()) return {0, 0};
     const Range cta = part_of(items, coop.cta.index, ctas_);
-    const Range mine = part_of(cta.end - cta.begin, coop.member.index, coop.member.count);
+    const Range mine = part_of(cta.end - cta.begin, coop.in_cta.index, coop.in_cta.count);
     return {cta.begin + mine.begin, cta.begin + mine.end};
   }
 
@@ -148,12 +148,12 @@ class Histogram {
   template <class Take>
   JAX_EP_FN void sum_over_cta(Take take) {
     const Coop& coop = coop_;
-    for (int e = coop.member.index * Coop::lanes + coop.lane; e <= scratch_.num_experts;
-         e += coop.member.count * Coop::lanes) {
+    for (int e = coop.in_cta.index * Coop::lanes + coop.lane; e <= scratch_.num_experts;
+         e += coop.in_cta.count * Coop::lanes) {
       int total = 0;
-      for (int member = 0; member < coop.member.count; ++member) {
-        const int32_t count = bins(member)[e];
-        bins(member)[e] = total;
+      for (int other = 0; other < coop.in_cta.count; ++other) {
+        const int32_t count = bins(other)[e];
+        bins(other)[e] = total;
         total += count;
       }
       scratch_.cta_bins(coop.cta.index)[e] = ctas_ == 1 ? 0 : total;
@@ -417,8 +417,8 @@ class RoutingByChoices : Router {
     if (!histogram_.is_first_cta()) return;
     op_.enter(Phase::count);
     constexpr int kAhead = Histogram::kAhead;
-    const int step = coop.member.count * Coop::lanes;
-    for (int first = coop.member.index * Coop::lanes + coop.lane; op_.ok() && first < per_rank_;
+    const int step = coop.in_cta.count * Coop::lanes;
+    for (int first = coop.in_cta.index * Coop::lanes + coop.lane; op_.ok() && first < per_rank_;
          first += kAhead * step) {
       Choice choices[kAhead];
       for (int i = 0; i < kAhead; ++i) {

@@ -24,11 +24,11 @@ struct RowCounts {
   }
 };
 
-// The most that each member gets: `level`, plus one for the members before `until`.
+// The most that each sharer gets: `level`, plus one for the sharers before `until`.
 struct Quotas {
   int level, until;
 
-  JAX_EP_FN int of(int member) const { return level + (member < until); }
+  JAX_EP_FN int of(int sharer) const { return level + (sharer < until); }
 };
 
 // The last value up to `high` that fits. 0 fits, and so does every value before one that fits.
@@ -45,11 +45,11 @@ JAX_EP_FN int last_to_fit(int high, Fits fits) {
   return low;
 }
 
-// The largest quotas that fit `room`. sum_of(quotas) adds up what the members take: the least of quota and demand.
+// The largest quotas that fit `room`. sum_of(quotas) adds up what the sharers take: the least of quota and demand.
 template <class Sum>
-JAX_EP_FN Quotas fair_quotas(int members, int room, Sum sum_of) {
+JAX_EP_FN Quotas fair_quotas(int sharers, int room, Sum sum_of) {
   const int level = last_to_fit(room, [&](int level) { return sum_of(Quotas{level, 0}) <= room; });
-  return {level, last_to_fit(members, [&](int until) { return sum_of(Quotas{level, until}) <= room; })};
+  return {level, last_to_fit(sharers, [&](int until) { return sum_of(Quotas{level, until}) <= room; })};
 }
 
 // The quotas of a rank's experts, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
@@ -99,8 +99,8 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
 JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
   const auto kept = [&](int source, Quotas quotas) {
-    const int member = source < begin ? source - begin + ranks : source - begin;
-    return smaller(over.count(source, expert), quotas.of(member));
+    const int sharer = source < begin ? source - begin + ranks : source - begin;
+    return smaller(over.count(source, expert), quotas.of(sharer));
   };
   const Quotas quotas = fair_quotas(ranks, segment.rows, [&](Quotas tried) {
     int sum = 0;

@@ -48,7 +48,7 @@ struct SparseReduceArgs {
   Run* runs;              // [R, places_kept]
   int32_t* heads;         // [places_kept] where the chain of this rank's entries of a row begins
   int32_t* next;          // [N] in that chain
-  int32_t* members;       // [N] lists of the entries of each row that has several on this rank, in order
+  int32_t* list_entries;  // [N] lists of the entries of each row that has several on this rank, in order
   int32_t* begins;        // [places_kept] where the list of a row begins
   int32_t* listed;        // [1] the length of all lists
   int32_t* long_places;   // [N] the places of rows with long lists
@@ -152,7 +152,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit(scratch("runs", Values::int32, ranks, a.places_kept, 2), &Args::runs);
     visit(scratch("heads", Values::int32, a.places_kept), &Args::heads);
     visit(scratch("next", Values::int32, a.entries), &Args::next);
-    visit(scratch("members", Values::int32, a.entries), &Args::members);
+    visit(scratch("list_entries", Values::int32, a.entries), &Args::list_entries);
     visit(scratch("begins", Values::int32, a.places_kept), &Args::begins);
     visit(scratch("listed", Values::int32, 1), &Args::listed);
     visit(scratch("long_places", Values::int32, a.entries), &Args::long_places);

@@ -76,7 +76,7 @@ class SparseRuns {
   const int places_;
 };
 
-// Lists of the entries of this rank for the same row. The entries of a list are neighbours in `members`, in order.
+// Lists of the entries of this rank for the same row. The entries of a list are neighbours in `list_entries`, in order.
 class RunLists {
  public:
   // The most entries of a short list, which one coop finds by their chain and adds up. All sizes in this file are tuned
@@ -86,8 +86,8 @@ class RunLists {
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
       : op_(op), args_(args), runs_(runs) {}
 
-  // Gives each list its range of `members`. Called when the runs are filled. `single`: a single entry also gets a list,
-  // if another rank has several entries.
+  // Gives each list its range of `list_entries`. Called when the runs are filled. `single`: a single entry also gets a
+  // list, if another rank has several entries.
   JAX_EP_FN void allocate(bool single) const {
     runs_.for_my_part(args_.entries, [&](int i) {
       const int place = runs_.place_of(op_.comm.rank, i);
@@ -114,13 +114,13 @@ class RunLists {
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
   JAX_EP_FN int long_place(int i) const { return args_.long_places[i]; }
 
-  JAX_EP_FN int member(int position) const { return args_.members[position]; }
+  JAX_EP_FN int entry(int position) const { return args_.list_entries[position]; }
   // The list of a place, and the list that contains a position.
   JAX_EP_FN Range of(int place) const {
     const int begin = args_.begins[place];
     return {begin, begin + runs_.entries(op_.comm.rank, place)};
   }
-  JAX_EP_FN Range at(int position) const { return of(runs_.place_of(op_.comm.rank, member(position))); }
+  JAX_EP_FN Range at(int position) const { return of(runs_.place_of(op_.comm.rank, entry(position))); }
 
  private:
   static constexpr int kAhead =
@@ -134,10 +134,10 @@ class RunLists {
     if (begin == kNoEntry) return;
     int smaller_ones = 0;
     for (int j = args_.heads[place]; j != kNoEntry; j = args_.next[j]) smaller_ones += j < i;
-    args_.members[begin + smaller_ones] = i;
+    args_.list_entries[begin + smaller_ones] = i;
   }
 
-  // Writes the members of a long list that lie in a slice of all entries. Members before the slice are only counted.
+  // Writes the entries of a long list that lie in a slice of all entries. Those before the slice are only counted.
   JAX_EP_FN void list_slice(int place, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
@@ -149,7 +149,7 @@ class RunLists {
       for (int w = 0; w < kAhead; ++w) {
         const uint64_t found = coop.ballot(places[w] == place);
         if (places[w] == place)
-          args_.members[position + count_bits(found & ((uint64_t{1} << coop.lane) - 1))] =
+          args_.list_entries[position + count_bits(found & ((uint64_t{1} << coop.lane) - 1))] =
               first + w * Coop::lanes + coop.lane;
         position += count_bits(found);
       }
@@ -251,16 +251,15 @@ class RunSums {
     }
   }
 
-  // Sums the rows of every step-th member into the partial sum of the first one.
+  // Sums the rows of every step-th entry into the partial sum of the first one.
   template <class Sum, class In>
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
-    float* sum = args_.partials + int64_t{lists_.member(position)} * args_.hidden + columns.begin;
+    float* sum = args_.partials + int64_t{lists_.entry(position)} * args_.hidden + columns.begin;
     const auto sink =
         terms_of<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
-    int mine = 0;  // each lane loads one member ahead
+    int mine = 0;  // each lane loads one entry ahead
     const auto row_of = [&](int i) {
-      if (i % Coop::lanes == 0 && i + op_.coop.lane < count)
-        mine = lists_.member(position + (i + op_.coop.lane) * step);
+      if (i % Coop::lanes == 0 && i + op_.coop.lane < count) mine = lists_.entry(position + (i + op_.coop.lane) * step);
       return rows + int64_t{op_.coop.from_lane(mine, i % Coop::lanes)} * args_.hidden + columns.begin;
     };
     Sum(op_.coop, words_).sum(count, row_of, columns.end - columns.begin, sink, 1.0f);

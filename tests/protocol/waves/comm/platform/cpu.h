@@ -143,7 +143,7 @@ struct Coop {
   int index;
   int count;
   Part sender, receiver;
-  Part cta, member;
+  Part cta, in_cta;
   int lane = 0;
   char* shared = nullptr;
   int shared_bytes = 0;
@@ -204,13 +204,13 @@ struct Coop {
   }
 };
 
-inline Coop coop_of(Part cta, Part member, int senders, Cta& own) {
-  Coop coop({cta.index * member.count + member.index, cta.count * member.count});
-  coop.sender = sender_part(cta.index, cta.count, member.index, senders);
-  coop.receiver = receiver_part(cta.index, cta.count, member.index, member.count, senders);
-  coop.cta = cta, coop.member = member;
-  coop.shared = own.memory.data() + member.index * Cta::kCoopBytes, coop.shared_bytes = Cta::kCoopBytes;
-  coop.track = track_of(member.index, senders), coop.of_cta = &own.barrier;
+inline Coop coop_of(Part cta, Part in_cta, int senders, Cta& own) {
+  Coop coop({cta.index * in_cta.count + in_cta.index, cta.count * in_cta.count});
+  coop.sender = sender_part(cta.index, cta.count, in_cta.index, senders);
+  coop.receiver = receiver_part(cta.index, cta.count, in_cta.index, in_cta.count, senders);
+  coop.cta = cta, coop.in_cta = in_cta;
+  coop.shared = own.memory.data() + in_cta.index * Cta::kCoopBytes, coop.shared_bytes = Cta::kCoopBytes;
+  coop.track = track_of(in_cta.index, senders), coop.of_cta = &own.barrier;
   return coop;
 }
 
