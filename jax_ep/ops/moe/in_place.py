@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep.group import Group
 from jax_ep.ops.matmul.rows import ZERO_ROW
+from jax_ep.ops.moe.routing import layout, routing_of
 from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched
-from jax_ep.ops.moe.xla import layout, routing_of
 
 
 def may_land(call: DispatchCall, num_tokens: int) -> bool:

@@ -10,8 +10,8 @@ from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
 from jax_ep.ops.moe.in_place import stays_in_place
+from jax_ep.ops.moe.routing import add_rows_of_tokens
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
-from jax_ep.ops.moe.xla import add_rows_of_tokens
 
 
 def ffi_dispatch(

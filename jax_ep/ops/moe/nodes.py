@@ -21,7 +21,8 @@ from jax_ep._kit.float8 import Float8Rows, packed, rows_from_float8, rows_to_flo
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
-from jax_ep.ops.moe import gradients, xla
+from jax_ep.ops.moe import gradients
+from jax_ep.ops.moe.routing import count_invalid, layout, routing_of
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchCall, Dispatched, NodeRouting, Routing
 from jax_ep.ops.moe.xla import xla_combine, xla_scatter
 from jax_ep.runtime.topology import added_up, sum_over_nodes
@@ -91,13 +92,13 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     me = jax.lax.axis_index(axis)
     by_source = jax.lax.all_gather(ids, axis, axis=1)  # [N, L, B, K], as ranks are numbered
     first_expert = jax.lax.axis_index(call.group.node_axes) * inside.num_experts
-    placed = xla.layout(by_source.reshape(-1), inside, nodes * size, first_expert)
+    placed = layout(by_source.reshape(-1), inside, nodes * size, first_expert)
 
     def by_rank(x: jax.Array) -> jax.Array:
         return x.reshape(nodes, size, tokens, top_k).swapaxes(0, 1).reshape(size, nodes * tokens, top_k)
 
     placed = placed._replace(owner=by_rank(placed.owner), row=by_rank(placed.row), dropped=by_rank(placed.dropped))
-    return xla.routing_of(placed, jax.lax.all_gather(weights, axis), me, inside, ids), placed.needed
+    return routing_of(placed, jax.lax.all_gather(weights, axis), me, inside, ids), placed.needed
 
 
 def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: jax.Array | None) -> NodeRouting:
@@ -113,7 +114,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
         weights=local.weights,
         counts=jax.lax.all_to_all(to_experts.reshape(group.size, -1).astype(jnp.int32), group.axis_name, 0, 0),
         dropped=(valid.sum(dtype=jnp.int32) - found)[None],
-        invalid=xla.count_invalid(expert_ids, experts),
+        invalid=count_invalid(expert_ids, experts),
         config=local.config,
         local_counts=local.counts,
         sent=sent,
