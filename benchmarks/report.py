@@ -22,15 +22,17 @@ PAGE = ROOT / "docs" / "performance.md"
 GPUS, FILE = "GPUs", "file"
 
 # What a result depends on, by the name of its benchmark; the first that begins so counts.
-_ROWS = ["ffi/comm", "ffi/rows", "ffi/kernels/moe", "jax_ep/ops/moe"]
-_PRODUCTS = ["ffi/gemm", "ffi/kernels/matmul", "ffi/runtime/cuda", "jax_ep/ops/matmul"]
+_LAUNCHES = [":(glob)ffi/kernels/*", "ffi/runtime/gpu", "jax_ep/_kit"]
+_EXCHANGES = [*_LAUNCHES, "ffi/comm", "ffi/rows"]
+_ROWS = [*_EXCHANGES, "ffi/kernels/moe", "jax_ep/ops/moe"]
+_PRODUCTS = [*_LAUNCHES, "ffi/gemm", "ffi/kernels/matmul", "ffi/runtime/cuda", "jax_ep/ops/matmul", "pallas_kernels"]
 SOURCES = {
     "moe": _ROWS,
     "deep-ep": _ROWS,
     "layer": _ROWS + _PRODUCTS,
     "peers": _ROWS + _PRODUCTS,
-    "ragged": ["ffi/comm", "ffi/kernels/ragged", "jax_ep/ops/ragged"],
-    "sparse": ["ffi/comm", "ffi/rows", "ffi/kernels/sparse", "jax_ep/ops/sparse"],
+    "ragged": [*_EXCHANGES, "ffi/kernels/ragged", "jax_ep/ops/ragged"],
+    "sparse": [*_EXCHANGES, "ffi/kernels/sparse", "jax_ep/ops/sparse"],
     "matmul": _PRODUCTS,
     "gemm-bench": _PRODUCTS,
 }
