@@ -39,7 +39,7 @@ class Backend:
 
 
 class XlaBackend(Backend):
-    """XLA's collectives exchange, as kernels cannot.
+    """XLA's collectives exchange, because kernels cannot.
 
     Args:
       refusal: the error of an op that asks for kernels.

@@ -14,7 +14,7 @@ from jax_ep._kit.ffi import Ranks
 from jax_ep.backends import Backend, KernelBackend, XlaBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
-from jax_ep.runtime.agreement import Caller
+from jax_ep.runtime.agreement import Participants
 from jax_ep.runtime.liveness import Liveness, heartbeat_thread
 from jax_ep.runtime.progress import Progress
 
@@ -209,9 +209,9 @@ class Group:
         return self._backend.ranks
 
     @property
-    def _caller(self) -> Caller:
+    def _participants(self) -> Participants:
         """What `Agreement` asks of a group."""
-        return Caller(self.mesh, self.axis_name, self._spans_cpu_processes, self._progress, self._keep_error)
+        return Participants(self.mesh, self.axis_name, self._spans_cpu_processes, self._progress, self._keep_error)
 
     def _keep_error(self, error: JaxEpError) -> None:
         """Keeps an error that "xla" has seen for the next `check()`. The first error is kept."""

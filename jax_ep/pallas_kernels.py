@@ -3,6 +3,7 @@
 from pallas_kernels import (
     ACTIVATIONS as ACTIVATIONS,
     BLOCK as BLOCK,
+    ZERO_ROW as ZERO_ROW,
     ActivationName as ActivationName,
     blocks_to_float8 as blocks_to_float8,
     grouped_matmul as grouped_matmul,

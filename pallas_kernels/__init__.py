@@ -2,6 +2,7 @@
 
 from .grouped_matmul import (
     ACTIVATIONS as ACTIVATIONS,
+    ZERO_ROW as ZERO_ROW,
     ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,

@@ -23,7 +23,7 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 // after it has returned -1.
 //
 // `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
-// on. Waiting for the first ticket would cost 10 % of a small dispatch. When next() has returned -1 and all items are
+// on. So a small op does not wait for the first ticket. When next() has returned -1 and all items are
 // announced, the sender calls next_stolen(), which returns items of senders that have not begun, until it returns -1.
 // A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
 class PushItems {

@@ -103,7 +103,7 @@ struct alignas(128) SignalPad {
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or can be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords first_ctas, all_ctas;                      // barriers among CTAs of this rank
-  alignas(128) uint64_t first_begun, members;             // of the first CTAs, those that have begun; see comm/ctas.h
+  alignas(128) uint64_t first_begun, members;             // words of join() (comm/ctas.h): of routing CTAs, of all
   alignas(128) uint64_t exited;                           // coops that are done with the op
   alignas(128) uint64_t ticket;                           // the next item of the work queue
   alignas(128) uint64_t push_ticket;                      // the next row to push

@@ -179,7 +179,8 @@ struct OpDefaults {
   static WorkSize work_size(const Args&) {
     return {};
   }
-  // Sets what follows from the settings. `sends_ahead`: parts of sums are sent before their owner asks for them.
+  // Sets what follows from the settings. `sends_ahead`: on this platform a sparse_reduce pushes parts of sums;
+  // otherwise their owner fetches them.
   template <class Args>
   static void complete(Args&, int, bool) {}
   // What is wrong with the settings, for `ranks`. Python has checked them, but a program may come from a file.

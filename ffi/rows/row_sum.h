@@ -39,7 +39,7 @@ class RowSum {
   JAX_EP_FN void sum(const Terms& terms, const Sinks& sinks, int width) {
     sum_to(terms, [&]() -> const Sinks& { return sinks; }, width, sinks.cached());
   }
-  // As sum(), but sink_of() may wait while rows come. It returns one sink, or several with `cached` as in their lineup.
+  // As sum(), but sink_of() may wait while rows come. It returns one sink or several; `cached` is their cached().
   template <class Terms, class SinkOf>
   JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true) {
     const bool bulk = cached && stream_.in_bulk() && terms.cached();

@@ -26,8 +26,8 @@ _ZERO = np.zeros((), np.int32)
 _TEXT_BYTES, _HASH_BYTES = 504, 8  # of a description; longer texts differ by the hash
 
 
-class Caller(NamedTuple):
-    """Whose calls are compared."""
+class Participants(NamedTuple):
+    """The ranks whose calls are compared."""
 
     mesh: Mesh
     axis_name: AxisName
@@ -39,29 +39,31 @@ class Caller(NamedTuple):
 class Agreement:
     """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
-    It does nothing unless `caller.compares`.
+    It does nothing unless `participants.compares`.
 
     Args:
       settings: must be equal on all ranks.
     """
 
-    def __init__(self, caller: Caller, op: str, /, **settings: Any):
-        self._caller = caller
+    def __init__(self, participants: Participants, op: str, /, **settings: Any):
+        self._participants = participants
         self._text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
 
     def enter(self, operands: Any) -> Any:
         """Returns the operands once all ranks have called the op with equal settings; else the program raises
         `MismatchError`. In a gradient of the op, their cotangents mark its end."""
-        if not self._caller.compares:
+        if not self._participants.compares:
             return operands
-        return _through(operands, _begun(self._caller, self._text, operands), partial(_ended, self._caller))
+        return _through(operands, _begun(self._participants, self._text, operands), partial(_ended, self._participants))
 
     def leave(self, results: Any) -> Any:
         """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
-        if not self._caller.compares:
+        if not self._participants.compares:
             return results
         return _through(
-            results, _ended(self._caller, results), partial(_begun, self._caller, f"gradient of {self._text}")
+            results,
+            _ended(self._participants, results),
+            partial(_begun, self._participants, f"gradient of {self._text}"),
         )
 
 
@@ -76,32 +78,32 @@ def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> 
     return structure.unflatten(waited)
 
 
-def _begun(caller: Caller, text: str, operands: Any) -> jax.Array:
+def _begun(participants: Participants, text: str, operands: Any) -> jax.Array:
     """0, as int32, if all ranks give the same text. The texts are exchanged once the operands are there."""
-    words, progress = _encoded(text), caller.progress
+    words, progress = _encoded(text), participants.progress
 
     def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         progress.begin(int(rank), text)
         return words
 
-    rank = jax.lax.axis_index(caller.mesh.axis_names)
-    [mine] = vary_alike(caller.axis_name, _called(begin, words, rank, *_firsts(operands)))
-    everyone = jax.lax.all_gather(mine, caller.axis_name, to="invarying")
-    refuse = partial(_refuse, caller.keep_error, progress)
+    rank = jax.lax.axis_index(participants.mesh.axis_names)
+    [mine] = vary_alike(participants.axis_name, _called(begin, words, rank, *_firsts(operands)))
+    everyone = jax.lax.all_gather(mine, participants.axis_name, to="invarying")
+    refuse = partial(_refuse, participants.keep_error, progress)
     return jax.lax.cond(
         (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, rank, everyone), lambda: everyone[0, 0] * 0
     )
 
 
-def _ended(caller: Caller, results: Any) -> jax.Array:
+def _ended(participants: Participants, results: Any) -> jax.Array:
     """0, as int32, once the results are there."""
-    progress = caller.progress
+    progress = participants.progress
 
     def end(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
         progress.end(int(rank))
         return _ZERO
 
-    return _called(end, _ZERO, jax.lax.axis_index(caller.mesh.axis_names), *_firsts(results))
+    return _called(end, _ZERO, jax.lax.axis_index(participants.mesh.axis_names), *_firsts(results))
 
 
 def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.Array) -> jax.Array:

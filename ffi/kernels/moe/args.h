@@ -57,7 +57,7 @@ struct DispatchArgs {
   int32_t* dropped;            // [1]
   int32_t* invalid;            // [1]
   int32_t* scratch;
-  bool few;       // tokens
+  bool few;       // are_few()
   int eager;      // the number of eager tokens, which are the first ones
   char* landing;  // [R, eager] landing slots; null if tokens land in `rows`
 
@@ -169,7 +169,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     if (args.num_experts > kMaxExperts)
       return wrong("num_experts", "at most " + std::to_string(kMaxExperts), args.num_experts);
     if (args.wire != Wire::plain && args.hidden % kScaleBlock)
-      return wrong("hidden", "a multiple of 128 where rows travel in float8", args.hidden);
+      return wrong("hidden", "a multiple of " + std::to_string(kScaleBlock) + " where rows travel in float8", args.hidden);
     if (std::optional<std::string> error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const int64_t rows = int64_t{ranks} * args.num_tokens * args.top_k + padding;

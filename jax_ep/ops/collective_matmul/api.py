@@ -108,7 +108,7 @@ def _call(
     dtype = _result_dtype(op, lhs, rhs, bias, group, preferred_element_type)
     lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
     if _resolve(op, group, implementation, lhs, rhs) == "xla":
-        agreement = Agreement(group._caller, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
+        agreement = Agreement(group._participants, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
         by_xla, (lhs, rhs) = getattr(xla, op), agreement.enter((lhs, rhs))
         out: jax.Array = agreement.leave(by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name))
     elif op == "all_gather_matmul":

@@ -79,7 +79,7 @@ def ragged_dot(
         qwix.QArray, or `lhs_indices` are no integers [M].
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
-    check_operands("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
+    check_plain_arrays("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
     checks.check_one_of("ragged_dot", "implementation", implementation, ProductImplementation)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
@@ -108,7 +108,7 @@ def ragged_dot(
     return grouped_product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
-def check_operands(op: str, group_offset: Any, **operands: Any) -> None:
+def check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
     """Raises TypeError for operands in other libraries' or our own formats, which have products of their own."""
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None, got {group_offset}")

@@ -21,7 +21,7 @@ from jax_ep.ops.matmul.quantize import as_float8_weights, check_rows, check_weig
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
-NO_GRADIENT = (
+NO_PRODUCT_GRADIENT = (
     "products of float8 operands have no gradient: differentiate moe_mlp(precision='float8'), or wrap the product in a "
     "jax.custom_vjp"
 )
@@ -78,7 +78,7 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
 
     XLA's result is off by at most 2^-7 of the sum of the terms' magnitudes.
     """
-    lhs, rhs = without_gradient(NO_GRADIENT, (lhs, rhs))
+    lhs, rhs = without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs))
     core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
     return _on_hopper(core, by_xla, lhs, rhs, group_sizes)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep._kit.batches import batched_alike
-from jax_ep.ops.matmul.api import Form, ProductSettings, check_operands, grouped_product
+from jax_ep.ops.matmul.api import Form, ProductSettings, check_plain_arrays, grouped_product
 
 FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
@@ -41,7 +41,7 @@ def ragged_dot_general(
       TypeError, ValueError, NotImplementedError: as `ragged_dot`.
     """
     op = "ragged_dot_general"
-    check_operands(op, group_offset, lhs=lhs, rhs=rhs)
+    check_plain_arrays(op, group_offset, lhs=lhs, rhs=rhs)
     operands = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
     options = {"precision": precision, "out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
     by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)

@@ -10,8 +10,7 @@ import numpy as np
 
 from jax_ep._kit import checks
 from jax_ep._kit.linear import linear
-
-ZERO_ROW = -1  # an index. Any other outside the matrix is a row of NaN
+from jax_ep.pallas_kernels import ZERO_ROW as ZERO_ROW
 
 
 @jax.tree_util.register_dataclass

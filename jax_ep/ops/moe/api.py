@@ -97,8 +97,8 @@ def dispatch(
       expand: if False, a rank stores a token once, even if several of the rank's experts have it. `indices` [C] says
         which of `rows` is each row of the products, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ...,
         lhs_indices=indices)`. In one node with R * T < C, token t of rank s is row s * T + t, and rows of tokens
-        without an expert here hold anything; in a group of one GPU `rows` is `tokens`. In all other cases rows are
-        expanded, and `indices` is arange(C).
+        without an expert here hold anything; in a group of one GPU `rows` is `tokens`. With nodes, or R * T >= C,
+        rows are expanded, and `indices` is arange(C).
       on_overflow: what happens if a rank would receive more than C rows. "raise": `CapacityError`, and nothing is
         delivered. "drop": the rank divides its rows among its experts by max-min fairness, in blocks of `alignment`,
         and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
@@ -183,7 +183,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
             return dispatch_in_place(config, tokens, expert_ids, weights)
         return intranode_dispatch(group, config, tokens, expert_ids, weights)
     agreement = Agreement(
-        group._caller,
+        group._participants,
         "dispatch",
         num_tokens=num_tokens,
         hidden=tokens.shape[1],
@@ -210,7 +210,7 @@ def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by
     (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
     chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
     settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
-    agreement = Agreement(group._caller, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
+    agreement = Agreement(group._participants, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
     expert_outputs, routing = agreement.enter((expert_outputs, routing))
     if isinstance(routing, NodeRouting):
         combined = internode_combine(group, expert_outputs, routing, by_kernels=by_kernels)

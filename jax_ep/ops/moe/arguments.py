@@ -76,7 +76,7 @@ def validated(
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
-        raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of 128, got H = {hidden}")
+        raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of {float8.BLOCK}, got H = {hidden}")
     nodes = NodeOptions() if nodes is None else nodes
     to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
     by_kernels = runs_kernels(op, group, implementation, num_tokens)

@@ -6,7 +6,7 @@ All are linear in their float operands, and four kernels are each other's transp
 |----------------|----------------------------------------------------|-------------------------------------------|
 | dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'  |
 | combine        | `scatter` of the cotangent, then rows are weighed  | scatter: a dispatch of a known routing    |
-| `scatter`      | `return_rows`                                      | combine, returning nothing of use         |
+| `scatter`      | `return_rows`                                      | combine; the scalars are not used         |
 | `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
 
 The tangent of dispatch is a `scatter`, the tangent of combine is a combine. The rules call the op and not its kernel,

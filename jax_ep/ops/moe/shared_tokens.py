@@ -9,9 +9,9 @@ from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, taken
 from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, experts_of_tokens, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
+from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts
-from jax_ep.ops.moe.xla import add_rows_of_tokens, count_invalid
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -34,7 +34,7 @@ def sums_of_shared_tokens(
         return jax.lax.psum(total, group.axis_name), stats
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
-    agreement = Agreement(group._caller, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
+    agreement = Agreement(group._participants, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
     mine = expert_ids - rank * local

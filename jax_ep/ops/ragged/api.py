@@ -82,7 +82,7 @@ def ragged_all_to_all(
     operand, output, *indices = vary.vary_alike(group.axis_name, operand, output, *indices)
     if group._resolve(op, implementation) == "xla":
         settings = {"slices": len(indices[0]), "operand": operand.shape, "output": output.shape, "dtype": operand.dtype}
-        agreement = Agreement(group._caller, op, **settings)
+        agreement = Agreement(group._participants, op, **settings)
         operand, output, *indices = agreement.enter((operand, output, *indices))
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
         return agreement.leave(undelivered_if(wrong, result, group._keep_error, lambda: InvalidRoutingError(OUTSIDE)))

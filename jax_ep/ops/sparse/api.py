@@ -80,7 +80,7 @@ def sparse_all_reduce(
         rows = dataclasses.replace(rows, indices=indices, values=values)
     entries, row_values = rows.values.shape
     settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": native}
-    agreement = Agreement(group._caller, name, **settings, **dataclasses.asdict(config))
+    agreement = Agreement(group._participants, name, **settings, **dataclasses.asdict(config))
     rows = agreement.enter(*vary.vary_alike(group.axis_name, jax.tree.map(jnp.asarray, rows)))
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
