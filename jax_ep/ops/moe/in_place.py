@@ -25,14 +25,17 @@ def always_fits(config: DispatchConfig, assignments: int) -> bool:
     return config.drop or config.capacity >= assignments + padding
 
 
+def exchanges_nothing(group: Group) -> bool:
+    """Whether a rank is alone on a GPU. On CPUs the protocol always runs."""
+    return group.size == 1 and group.platform != "cpu"
+
+
 def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
     """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
 
-    If ids may overflow the capacity, the dispatch kernel runs, because it reports the overflow. On CPUs the protocol
-    always runs.
+    If ids may overflow the capacity, the dispatch kernel runs, because it reports the overflow.
     """
-    alone_on_gpu = group.size == 1 and group.platform != "cpu"
-    return alone_on_gpu and not config.expand and config.wire is None and always_fits(config, assignments)
+    return exchanges_nothing(group) and not config.expand and config.wire is None and always_fits(config, assignments)
 
 
 def dispatch_in_place(

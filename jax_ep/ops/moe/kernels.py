@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
-from jax_ep.ops.moe.in_place import stays_in_place
+from jax_ep.ops.moe.in_place import exchanges_nothing, stays_in_place
 from jax_ep.ops.moe.routing import add_rows_of_tokens
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
@@ -67,14 +67,14 @@ def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Arr
 
 
 def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    if _exchanges_nothing(group):
+    if exchanges_nothing(group):
         return _combine_locally(group, expert_outputs, routing, weights)
     return _combine(group, expert_outputs, weights, routing, weighted=True)["combined"]
 
 
 def ffi_return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
-    if _exchanges_nothing(group):
+    if exchanges_nothing(group):
         return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
     called = _combine(group, rows, weights, routing, weighted=False)
     return called["combined"], called["returned"]
@@ -111,7 +111,3 @@ def _combine_locally(group: Group, rows: jax.Array, routing: Routing, weights: j
     if not stays_in_place(group, routing.config, row_of.size):
         total = jnp.where(routing.targets[:, :1] < -1, jnp.nan, total)
     return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)
-
-
-def _exchanges_nothing(group: Group) -> bool:
-    return group.size == 1 and group.platform != "cpu"
