@@ -169,7 +169,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     if (args.num_experts > kMaxExperts)
       return wrong("num_experts", "at most " + std::to_string(kMaxExperts), args.num_experts);
     if (args.wire != Wire::plain && args.hidden % kScaleBlock)
-      return wrong("hidden", "a multiple of " + std::to_string(kScaleBlock) + " where rows travel in float8", args.hidden);
+      return wrong("hidden", "a multiple of " + std::to_string(kScaleBlock) + " where rows travel in float8",
+                   args.hidden);
     if (std::optional<std::string> error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const int64_t rows = int64_t{ranks} * args.num_tokens * args.top_k + padding;
