@@ -151,7 +151,7 @@ void add_sparse(std::vector<Case>& cases, int ranks) {
     r.landing_room = landing_room(kEntries, ranks, /*sharded=*/false);
     r.values = Array(floats(size_t{kEntries} * kHidden)).as<char>(), r.places = u.places, r.bounds = u.bounds;
     r.result = result.as<char>(), r.runs = Array(ranks * kCapacity * sizeof(Run)).as<Run>();
-    r.heads = ints(kCapacity), r.next = ints(kEntries), r.members = ints(kEntries), r.begins = ints(kCapacity);
+    r.heads = ints(kCapacity), r.next = ints(kEntries), r.list_entries = ints(kEntries), r.begins = ints(kCapacity);
     r.listed = ints(1), r.long_places = ints(kEntries), r.long_lists = ints(1), r.sent = ints(ranks);
     r.landing = Array(landing_bytes(ranks, kCapacity, r.landing_room, kHidden * 4)).as<char>();
     r.partials = Array(size_t{kEntries} * kHidden * 4).as<float>();

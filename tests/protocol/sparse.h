@@ -23,8 +23,8 @@ struct SparseRank {
   std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
   std::vector<float> result = std::vector<float>(kPlaces * kWidth);
   std::vector<Run> runs = std::vector<Run>(kRanks * kPlaces);
-  std::vector<int32_t> heads = std::vector<int32_t>(kPlaces), next = ids, members = ids, begins = heads, listed = {0},
-                       long_places = ids, long_lists = {0}, sent = std::vector<int32_t>(kRanks);
+  std::vector<int32_t> heads = std::vector<int32_t>(kPlaces), next = ids, list_entries = ids, begins = heads,
+                       listed = {0}, long_places = ids, long_lists = {0}, sent = std::vector<int32_t>(kRanks);
   std::vector<char> landing =
       std::vector<char>(landing_bytes(kRanks, kPlaces, landing_room(kEntries, kRanks, false), kWidth * 4));
   std::vector<float> partials = std::vector<float>(kEntries * kWidth);
@@ -51,7 +51,7 @@ struct SparseRank {
     a.entries = kEntries, a.hidden = kWidth, a.capacity = kPlaces, a.places_kept = kPlaces, a.sharded = sharded;
     a.scale = 1, a.values = reinterpret_cast<char*>(values.data()), a.places = places.data();
     a.bounds = bounds.data(), a.result = reinterpret_cast<char*>(result.data()), a.runs = runs.data();
-    a.heads = heads.data(), a.next = next.data(), a.members = members.data(), a.begins = begins.data();
+    a.heads = heads.data(), a.next = next.data(), a.list_entries = list_entries.data(), a.begins = begins.data();
     a.listed = listed.data(), a.long_places = long_places.data(), a.long_lists = long_lists.data();
     a.landing_room = landing_used ? landing_room(kEntries, kRanks, sharded) : 0;
     a.sent = sent.data(), a.landing = landing.data();
