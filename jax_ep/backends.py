@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from jax_ep import profiling
 from jax_ep._kit.checks import Chosen, Implementation
@@ -17,6 +17,8 @@ _LOGGER = logging.getLogger("jax_ep")
 class Backend:
     """What a group has from its opening until it is closed. This one holds nothing."""
 
+    marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read
+
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
 
@@ -29,6 +31,10 @@ class Backend:
         return None
 
     def report(self) -> list[native.RankReport]:
+        return []
+
+    def marks(self) -> Sequence[tuple[int, int, str]]:
+        """As `NativeGroup.marks`."""
         return []
 
     def dump(self, name: str, error: JaxEpError) -> None:
@@ -86,6 +92,9 @@ class KernelBackend(Backend):
 
     def report(self) -> list[native.RankReport]:
         return native.history(self.native)
+
+    def marks(self) -> Sequence[tuple[int, int, str]]:
+        return self.native.marks()
 
     def dump(self, name: str, error: JaxEpError) -> None:
         flight_recorder.dump(self.native, name, type(error).__name__, str(error))

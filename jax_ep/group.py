@@ -107,6 +107,7 @@ class Group:
                 if processes:
                     name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
                     on_failure = partial(watchdog.handle_loss, inside._backend.dump, name, on_lost == "exit")
+                    self._progress = Progress(inside._backend.marks)
                     liveness = Liveness(
                         name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure
                     )
@@ -211,7 +212,8 @@ class Group:
     @property
     def _participants(self) -> Participants:
         """What `Agreement` asks of a group."""
-        return Participants(self.mesh, self.axis_name, self._spans_cpu_processes, self._progress, self._keep_error)
+        compares, marked = self._spans_cpu_processes, self._backend.marked
+        return Participants(self.mesh, self.axis_name, compares, marked, self._progress, self._keep_error)
 
     def _keep_error(self, error: JaxEpError) -> None:
         """Keeps an error that "xla" has seen for the next `check()`. The first error is kept."""
@@ -263,6 +265,7 @@ class NodesBackend(Backend):
         super().__init__(ranks)
         self._intranode, self._liveness = intranode, liveness
         if liveness is not None:
+            self.marked = intranode._ranks if intranode._ranks.id >= 0 else None
             weakref.finalize(self, liveness.release).atexit = False
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
@@ -290,9 +293,9 @@ class NodesBackend(Backend):
         return self._intranode.report()
 
     def close(self, *, in_order: bool) -> None:
-        self._intranode.close()
         if self._liveness is not None:
-            self._liveness.close(in_order=in_order)
+            self._liveness.close(in_order=in_order)  # it reads marks
+        self._intranode.close()
 
 
 def check_group(op: str, group: Any) -> None:

@@ -31,8 +31,10 @@ from jax_ep import (
     PeerLostError,
     PeerTimeoutError,
     PlatformError,
+    combine,
 )
 from jax_ep.__main__ import load
+from jax_ep.group import OnLost
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
 ALLOWED = 1.0  # seconds beyond the timeout in which a loss is named
@@ -216,9 +218,9 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def open_group(mesh: jax.sharding.Mesh, timeout: float) -> Group:
+def open_group(mesh: jax.sharding.Mesh, timeout: float, on_lost: OnLost = "raise") -> Group:
     """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
-    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True)
+    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True, on_lost=on_lost)
 
 
 def lose(mesh: jax.sharding.Mesh, how: str) -> None:
@@ -253,39 +255,46 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
 
 
 def hang(mesh: jax.sharding.Mesh, how: str) -> None:
-    """Process 1 waits in XLA's collectives for process 0, which lives and does not come; both learn of it in time."""
-    group = Group(mesh, AXES, timeout=LOST_TIMEOUT, on_lost="exit" if how == "exit" else "raise")
+    """Process 1 waits in XLA's collectives for process 0, which lives and does not come; both learn of it in time.
+
+    Nothing frees a GPU process that waits: it ends.
+    """
+    exits = how == "exit" or not on_cpu()
+    group = open_group(mesh, LOST_TIMEOUT, on_lost="exit" if exits else "raise")
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
-
-    def gradient(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return jax.grad(lambda tokens: jnp.sum(both(tokens, ids, weights)[1] ** 2))(tokens)
-
     operands = [spread(group, x) for x in case]
+    forward = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    out, _ = jax.block_until_ready(forward(*operands))
     waits = jax.process_index() == 1
-    program = jax.jit(helpers.per_rank(gradient if waits else both, mesh)).lower(*operands).compile()
-    multihost_utils.sync_global_devices("compiled")
+    called = [partial(forward, *operands)] * {"close": waits}.get(how, 1 + waits)
+    if how == "other":  # an all-reduce against an all-to-all
+        product = helpers.per_rank(partial(CALLS["product"][0], group), mesh)
+        again = helpers.per_rank(lambda rows, routing: combine(rows, routing, group=group), mesh)
+        others = [partial(product, operands[0]), partial(again, *out[::2])]
+        for program in others:
+            jax.block_until_ready(program())
+        called = [others[waits]]
+    begun = group._progress.marks.begun
+    multihost_utils.sync_global_devices("all is compiled")
     start = time.monotonic()
-    if how != "close" or waits:
-        pending = threading.Thread(target=lambda: jax.block_until_ready(program(*operands)), daemon=True)
-        pending.start()
-        if how == "exit":
-            pending.join()
-        if not waits:
-            pending.join()
-            group.check()
+    if waits:
+        print(f"waits from {time.time()}", flush=True)
+    pending = threading.Thread(target=lambda: [jax.block_until_ready(program()) for program in called], daemon=True)
+    pending.start()
+    if exits or not waits:
+        pending.join()
+        group.check()
     if how == "close" and not waits:
         group.close()
-        time.sleep(2 * LOST_TIMEOUT)  # alive
+    if exits or (how == "close" and not waits):
+        time.sleep(3 * LOST_TIMEOUT)  # alive
     else:
+        last, here = "process 0 .* has ended its op", "this process has waited .* in its op"
         seen = {
-            "close": (
-                PeerLostError,
-                "process 0 .* has closed the group; this process has waited .* in its op 1, dispatch",
-            ),
+            "close": (PeerLostError, f"process 0 .* has closed the group; {here} {begun + 1}, dispatch"),
             "wait": (
                 PeerTimeoutError,
-                "process 0 .* has ended its op 2, combine .* waited .* in its op 3, gradient of combine",
+                f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch",
             ),
         }
         error, match = seen[how] if waits else (PeerLostError, "process 1 .* left the group by an error")
@@ -295,7 +304,7 @@ def hang(mesh: jax.sharding.Mesh, how: str) -> None:
     leave()
 
 
-HANGS = ["hang, wait", "hang, close", "hang, exit"]
+HANGS = ["hang, wait", "hang, close", "hang, exit", "hang, other"]
 
 
 def late() -> float:

@@ -126,18 +126,22 @@ def hang(marks: Marks, *parts: GroupPart, seconds: float = TIMEOUT + 1, silent: 
     return str(detector.look(marks, Readings(2, beats), seconds) or "")
 
 
-def at(begun: int, ended: int, state: str = OPEN) -> GroupPart:
-    return GroupPart("group", state, "", begun, ended, "dispatch")
+def at(begun: int, ended: int, state: str = OPEN, last: str = "dispatch") -> GroupPart:
+    return GroupPart("group", state, "", begun, ended, last)
 
 
 def test_who_does_not_come_to_an_op_is_named() -> None:
-    """The one that is furthest behind; nobody who is in the same op, or was, and nobody by an idle process."""
-    waits = Marks(3, 2, "combine")
+    """The one furthest behind, or in another op; nobody who is in the same op, and nobody by an idle process."""
+    waits, same = Marks(3, 2, "combine"), at(3, 2, last="combine")
     here = f"this process has waited for {TIMEOUT + 1} s in its op 3, combine"
+    alike = "all ranks must run the same ops"
     assert hang(waits, at(2, 2), at(1, 0)) == f"{OTHERS[2]} is in its op 1, dispatch; {here}"
+    assert hang(waits, at(2, 2), same) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
     assert hang(waits, at(2, 2), at(3, 2)) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
-    assert hang(waits, at(3, 2), at(0, 0, CLOSED)) == f"{OTHERS[2]} has closed the group; {here}"
-    assert hang(waits, at(3, 2), at(3, 3, CLOSED)) == ""
-    assert hang(waits, at(2, 2), at(3, 2), silent=1) == ""  # it may be lost
+    assert hang(waits, same, at(3, 2)) == f"{OTHERS[2]} is in its op 3, dispatch; {here}: {alike}"
+    assert hang(waits, same, at(0, 0, CLOSED)) == f"{OTHERS[2]} has closed the group; {here}"
+    assert hang(waits, same, at(3, 3, CLOSED)) == ""
+    assert hang(waits, same, at(4, 3)) == ""  # it was in the same op
+    assert hang(waits, at(2, 2), same, silent=1) == ""  # it may be lost
     assert hang(waits, at(2, 2), at(1, 0), seconds=TIMEOUT - 1) == ""
     assert hang(Marks(3, 3, "combine"), at(2, 2), at(1, 0)) == ""

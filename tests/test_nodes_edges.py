@@ -15,8 +15,10 @@ from test_heartbeat import Store
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 
 from jax_ep import Group, Implementation, NodeOptions, PeerTimeoutError, combine, dispatch
+from jax_ep.group import NodesBackend
 from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime import heartbeat, opening, topology
+from jax_ep.runtime.progress import Progress
 
 
 @pytest.mark.matrix(1)
@@ -38,6 +40,43 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
     for one, other in zip(*map(jax.tree.leaves, (plain, wide)), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
+
+
+def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between processes: once, whatever is taken of its results, and in whatever transformation."""
+    monkeypatch.setattr(NodesBackend, "marked", property(lambda nodes: nodes._intranode._ranks))
+    case = helpers.draw_case(np.random.default_rng(helpers.SEED), 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    with over(2, 2) as group:
+        assert group.intranode is not None
+        progress = Progress(group.intranode._backend.marks)
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation="auto")
+        saves_dispatch = jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch")
+
+        def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.sum(both(tokens, ids, weights)[1] ** 2)
+
+        def in_scan(tokens: jax.Array, *others: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(lambda x, _: (both(x, *others)[1], None), tokens, None, length=3)[0])
+
+        def moved(tokens: jax.Array, *others: jax.Array) -> Any:
+            return jax.jvp(lambda x: jax.grad(loss)(x, *others), (tokens,), (tokens,))
+
+        for body, calls in (
+            (both, 2),
+            (lambda *x: both(*x)[0].group_sizes, 1),
+            (jax.grad(loss), 4),
+            (jax.grad(loss, 2), 4),
+            (jax.grad(jax.checkpoint(loss, policy=saves_dispatch)), 4),
+            (jax.grad(in_scan), 12),
+            (moved, 6),
+            (lambda x, *others: jax.vmap(lambda x: both(x, *others)[1])(jnp.stack([x, x])), 2),
+        ):
+            before = progress.marks
+            helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+            begun, ended, last = progress.marks
+            assert (begun - before.begun, ended - before.ended) == (calls, calls)
+        assert last.startswith("combine capacity=")
 
 
 def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:

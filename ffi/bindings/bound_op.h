@@ -37,4 +37,6 @@ std::vector<BoundOp> bind_row_ops();
 std::vector<BoundOp> bind_product_ops();
 std::vector<BoundOp> bind_local_ops();
 
+XLA_FFI_DECLARE_HANDLER_SYMBOL(mark_handler);
+
 }  // namespace jax_ep

@@ -56,6 +56,7 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
 py::dict handlers() {
   py::dict all;
   for (const auto& [ffi_target, op] : bound_ops()) all[py::str(ffi_target)] = stages(op.handler);
+  all["mark"] = stages(mark_handler);
   return all;
 }
 
@@ -178,6 +179,13 @@ class Handle {
       for (const RankHistory& each : group->history()) all.push_back(to_python(each));
     return all;
   }
+  // (begun, ended, the call begun last) of the ranks of this process; see comm/marks.h
+  std::vector<std::tuple<uint64_t, uint64_t, std::string>> marks() const {
+    std::vector<std::tuple<uint64_t, uint64_t, std::string>> all;
+    if (const std::shared_ptr<PlatformGroup> group = open_group())
+      for (const Marks& m : group->marks()) all.emplace_back(m.begun, m.ended, text_of_site(m.call));
+    return all;
+  }
   PyError take_error() {
     const std::shared_ptr<PlatformGroup> group = open_group();
     return group ? to_python(group->take_error()) : std::nullopt;
@@ -273,6 +281,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
       .def("take_error", &Handle::take_error, unlocked)
       .def("await_failure", &Handle::await_failure, unlocked)
       .def("history", &Handle::history, unlocked)
+      .def("marks", &Handle::marks, unlocked)
       .def("start_profile", &Handle::start_profile, unlocked)
       .def("stop_profile", &Handle::stop_profile, unlocked)
       .def_property_readonly("test_hooks", py::cpp_function([](const Handle& handle) { return TestHooks(handle); },

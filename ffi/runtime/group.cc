@@ -10,6 +10,12 @@ namespace {
 
 constexpr std::size_t kLeastStaging = 1 << 16;  // bytes
 
+// What kernels of a rank write for the host.
+struct HostMemory {
+  Report report;
+  Marks marks;
+};
+
 }  // namespace
 
 const char* name_of(OpKind op) { return names_of(op).op; }
@@ -51,9 +57,12 @@ void Group::open_line(int line, bool poison) {
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
     const RankSlot rank_slot{line, comm.rank};
     comms_.push_back(comm);
+    marks_.push_back(nullptr);
     if (!is_local(rank_slot)) continue;
-    memory_.push_back(allocate_on_host(sizeof(Report), id_));
-    comms_.back().report = static_cast<Report*>(memory_.back().get());
+    memory_.push_back(allocate_on_host(sizeof(HostMemory), id_));
+    auto* const memory = static_cast<HostMemory*>(memory_.back().get());
+    comms_.back().report = &memory->report;
+    marks_.back() = &memory->marks;
     comms_.back().own_signal_pad = signal_pad(rank_slot);
     std::copy_n(&signal_pads_[rank_slot.line * size()], size(), comms_.back().signal_pads);
     if (sharing_) peer_offsets_[index_of(rank_slot)] = std::make_unique<PeerOffsets>(device_of(rank_slot), id_);
@@ -72,6 +81,13 @@ void* Group::make_signal_pad(RankSlot rank_slot) {
   clear_on_device(device, region.base, sizeof(SignalPad));
   sharing_->share(region, processes_of(rank_slot.line), index);
   return region.base;
+}
+
+std::vector<Marks> Group::marks() const {
+  std::vector<Marks> all;
+  for (const Marks* each : marks_)
+    if (each) all.push_back({load_acquire(&each->begun), load_acquire(&each->ended), load_acquire(&each->call)});
+  return all;
 }
 
 std::set<int> Group::processes_of(int line) const { return {processes_[line].begin(), processes_[line].end()}; }

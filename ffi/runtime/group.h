@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/marks.h"
 #include "comm/signal_pad.h"
 #include "runtime/error.h"
 #include "runtime/memory.h"
@@ -46,6 +47,8 @@ const char* name_of(OpKind op);
 int32_t number_of_site(std::string_view text);
 // Lets this process find the text by its number.
 void remember_site(std::string_view text);
+// Empty if only another process knows the number.
+std::string text_of_site(int32_t number);
 
 // "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
 std::string describe_call(const Signature& signature, int32_t site);
@@ -96,6 +99,10 @@ class Group {
 
   // The flight recorders of all ranks of the lines that have ranks in this process. Kernels may run meanwhile.
   std::vector<RankHistory> history() const;
+
+  // The marks of a rank of this process; and of all of them, as they are now.
+  Marks* marks(RankSlot rank_slot) const { return marks_[index_of(rank_slot)]; }
+  std::vector<Marks> marks() const;
 
   // Fails the group because this rank cannot run its op, so that no peer waits until the timeout.
   void give_up(RankSlot rank_slot, GroupError error);
@@ -173,6 +180,7 @@ class Group {
   std::vector<std::shared_ptr<void>> memory_;
   std::vector<SignalPad*> signal_pads_;  // by rank slot
   std::vector<Comm> comms_;
+  std::vector<Marks*> marks_;  // by rank slot; null of other processes
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;

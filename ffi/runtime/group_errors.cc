@@ -31,13 +31,6 @@ Sites& sites() {
   return *sites;
 }
 
-// Empty if only another process knows the number.
-std::string text_of_site(int32_t number) {
-  std::lock_guard lock(sites().mutex);
-  const auto found = sites().texts.find(number);
-  return found == sites().texts.end() ? "" : found->second;
-}
-
 }  // namespace
 
 int32_t number_of_site(std::string_view text) {
@@ -47,6 +40,12 @@ int32_t number_of_site(std::string_view text) {
 void remember_site(std::string_view text) {
   std::lock_guard lock(sites().mutex);
   sites().texts.emplace(number_of_site(text), text);
+}
+
+std::string text_of_site(int32_t number) {
+  std::lock_guard lock(sites().mutex);
+  const auto found = sites().texts.find(number);
+  return found == sites().texts.end() ? "" : found->second;
 }
 
 std::string describe_call(const Signature& signature, int32_t site) {

@@ -171,6 +171,23 @@ def call(
     return dict(zip(names, returned, strict=True))
 
 
+def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[jax.Array]:
+    """The arrays, at least one. A rank marks that a call begins, or ends, when they are there (ffi/comm/marks.h).
+
+    Args:
+      ranks: whose library keeps the marks.
+      text: of the call.
+    """
+    called = jax.ffi.ffi_call(
+        "jax_ep_mark",
+        [vary.result_type(x.shape, x.dtype, x) for x in arrays],
+        input_output_aliases={i: i for i in range(len(arrays))},
+        vmap_method="broadcast_all",
+    )
+    attributes = {"group": np.int64(ranks.id), "site": text, "begins": begins, **_attributes({})}
+    return jax.lax.optimization_barrier(called(*arrays, **attributes))  # as in `call`
+
+
 def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
     """Calls a local op: `call` without a group. Only the library for CUDA has kernels for local ops.
 

@@ -1,9 +1,10 @@
-"""Checks that the ranks of several processes call an op alike, before XLA's collectives exchange its operands.
+"""Where the ranks of several processes call an op: they mark it, and on CPUs first check that they call it alike.
 
 Kernels compare their calls by themselves. XLA's collectives between CPU processes (gloo) do not: if sizes differ, they
 end the processes; if sizes are equal, they misread the bytes. Therefore the ranks first exchange a description of the
 call, which has the same size for all ops. If descriptions differ, all ranks of all processes raise and exchange
-nothing. The gradient of an op is a call of its own. Calls also mark where this process is (`progress`).
+nothing. The gradient of an op is a call of its own. Between nodes, calls also mark where this process is (`progress`);
+on GPUs they do no more, as a check would cost a collective and a look of the host at each op.
 """
 
 import hashlib
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_ep._kit import ffi
 from jax_ep._kit.checks import AxisName
+from jax_ep._kit.ffi import Ranks
 from jax_ep._kit.linear import linear
 from jax_ep._kit.vary import vary_alike
 from jax_ep.errors import JaxEpError, MismatchError
@@ -27,11 +30,12 @@ _TEXT_BYTES, _HASH_BYTES = 504, 8  # of a description; longer texts differ by th
 
 
 class Participants(NamedTuple):
-    """The ranks whose calls are compared."""
+    """The ranks whose calls are marked and compared."""
 
     mesh: Mesh
     axis_name: AxisName
-    compares: bool  # False: kernels do
+    compares: bool  # False: kernels do, or nobody
+    marked: Ranks | None  # whose library keeps the marks; None if nobody reads them
     progress: Progress
     keep_error: Callable[[JaxEpError], None]  # for `Group.check`
 
@@ -39,71 +43,73 @@ class Participants(NamedTuple):
 class Agreement:
     """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
-    It does nothing unless `participants.compares`.
+    It does nothing unless the caller compares or is marked. Between GPU processes it only marks where the ranks are.
 
     Args:
       settings: must be equal on all ranks.
     """
 
     def __init__(self, participants: Participants, op: str, /, **settings: Any):
-        self._participants = participants
-        self._text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
+        text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
+        self._does_nothing = not participants.compares and participants.marked is None
+        self._begin, self._end = partial(_begun, participants, text), partial(_ended, participants, text)
+        self._begin_gradient = partial(_begun, participants, f"gradient of {text}")
 
     def enter(self, operands: Any) -> Any:
-        """Returns the operands once all ranks have called the op with equal settings; else the program raises
-        `MismatchError`. In a gradient of the op, their cotangents mark its end."""
-        if not self._participants.compares:
-            return operands
-        return _through(operands, _begun(self._participants, self._text, operands), partial(_ended, self._participants))
+        """Returns the operands. Between CPU processes it first waits until all ranks have called the op with equal
+        settings, or raises `MismatchError` in the program. In a gradient of the op, their cotangents mark its end."""
+        return operands if self._does_nothing else _through(self._begin, self._end, operands)
 
     def leave(self, results: Any) -> Any:
         """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
-        if not self._participants.compares:
-            return results
-        return _through(
-            results,
-            _ended(self._participants, results),
-            partial(_begun, self._participants, f"gradient of {self._text}"),
-        )
+        return results if self._does_nothing else _through(self._end, self._begin_gradient, results)
 
 
-def _through(arrays: Any, done: jax.Array, back: Callable[[Any], jax.Array]) -> Any:
-    """Returns `arrays` once `done` is 0. Cotangents of its floats pass once `back(cotangents)` is 0."""
-    leaves, structure = jax.tree.flatten(arrays)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    waited = _once(done, leaves)
-    passed = linear(_once, lambda _, cotangents: _once(back(cotangents), cotangents), done, [leaves[i] for i in floats])
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _through(to: Callable[[Any], Any], back: Callable[[Any], Any], arrays: Any) -> Any:
+    """`to(arrays)`, which are the arrays. Cotangents of its floats pass `back`."""
+    return to(arrays)
+
+
+@_through.defjvp
+def _through_jvp(to: Callable[[Any], Any], back: Callable[[Any], Any], primals: Any, tangents: Any) -> Any:
+    moved, structure = jax.tree.flatten(tangents[0])
+    floats = [i for i, x in enumerate(moved) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    passed = linear(lambda _, x: x, lambda _, cotangents: back(cotangents), (), [moved[i] for i in floats])
     for i, x in zip(floats, passed, strict=True):
-        waited[i] = x
-    return structure.unflatten(waited)
+        moved[i] = x
+    return _through(to, back, *primals), structure.unflatten(moved)
 
 
-def _begun(participants: Participants, text: str, operands: Any) -> jax.Array:
-    """0, as int32, if all ranks give the same text. The texts are exchanged once the operands are there."""
-    words, progress = _encoded(text), participants.progress
-
-    def begin(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
-        progress.begin(int(rank), text)
-        return words
-
+def _begun(participants: Participants, text: str, operands: Any) -> Any:
+    """The operands. A rank marks that the call begins. Ranks of CPU processes exchange its text and compare."""
+    operands = _marked(participants, text, operands, begins=True)
+    if not participants.compares:
+        return operands
+    words = _encoded(text)
     rank = jax.lax.axis_index(participants.mesh.axis_names)
-    [mine] = vary_alike(participants.axis_name, _called(begin, words, rank, *_firsts(operands)))
+    [mine] = vary_alike(participants.axis_name, _called(lambda *_: words, words, *_firsts(operands)))
     everyone = jax.lax.all_gather(mine, participants.axis_name, to="invarying")
-    refuse = partial(_refuse, participants.keep_error, progress)
-    return jax.lax.cond(
+    refuse = partial(_refuse, participants)
+    agreed = jax.lax.cond(
         (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, rank, everyone), lambda: everyone[0, 0] * 0
     )
+    return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), operands)
 
 
-def _ended(participants: Participants, results: Any) -> jax.Array:
-    """0, as int32, once the results are there."""
-    progress = participants.progress
+def _ended(participants: Participants, text: str, results: Any) -> Any:
+    """The results. A rank marks that the call ends."""
+    return _marked(participants, text, results, begins=False)
 
-    def end(rank: np.ndarray, *_: np.ndarray) -> np.ndarray:
-        progress.end(int(rank))
-        return _ZERO
 
-    return _called(end, _ZERO, jax.lax.axis_index(participants.mesh.axis_names), *_firsts(results))
+def _marked(participants: Participants, text: str, arrays: Any, *, begins: bool) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    full = [i for i, x in enumerate(leaves) if x.size]
+    if participants.marked is not None and full:
+        marked = ffi.mark(*(leaves[i] for i in full), ranks=participants.marked, begins=begins, text=text)
+        for i, x in zip(full, marked, strict=True):
+            leaves[i] = x
+    return structure.unflatten(leaves)
 
 
 def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.Array) -> jax.Array:
@@ -116,10 +122,6 @@ def _firsts(arrays: Any) -> list[jax.Array]:
     return [jax.lax.stop_gradient(x.reshape(-1)[0]) for x in jax.tree.leaves(arrays) if x.size]
 
 
-def _once(agreed: jax.Array, arrays: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), arrays)
-
-
 def _encoded(text: str) -> np.ndarray:
     """[n] int32, with one n for all texts."""
     given = text.encode()
@@ -127,13 +129,11 @@ def _encoded(text: str) -> np.ndarray:
     return np.frombuffer(start + hashlib.sha256(given).digest()[:_HASH_BYTES], np.int32)
 
 
-def _refuse(
-    keep_error: Callable[[JaxEpError], None], progress: Progress, rank: np.ndarray, everyone: np.ndarray
-) -> np.ndarray:
+def _refuse(participants: Participants, rank: np.ndarray, everyone: np.ndarray) -> np.ndarray:
     numbers = np.asarray(everyone)
     differs = (numbers != numbers[0]).any(axis=1)
     if differs.any():  # under jax.vmap both branches of a cond run
-        progress.end(int(rank))
+        participants.progress.refuse(int(rank))
         other = int(np.argmax(differs))
         first, second = (
             row.tobytes()[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for row in numbers[[0, other]]
@@ -142,6 +142,6 @@ def _refuse(
             f"rank 0 calls {first}; rank {other} calls {second}: all ranks must run the same ops alike, in one order; "
             "nothing was exchanged"
         )
-        keep_error(error)
+        participants.keep_error(error)
         raise error
     return _ZERO

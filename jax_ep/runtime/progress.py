@@ -1,16 +1,16 @@
 """Where the processes of a group across nodes are: how many ops each has begun and ended, and the last one's name.
 
-XLA's collectives wait for ever for a process that lives and does not join them. Therefore CPU processes mark the
+XLA's collectives wait for ever for a process that lives and does not join them. Therefore each rank marks the
 beginning and the end of each op (`agreement`), and heartbeats carry the marks. If an op does not end within the group's
-timeout, its process compares the marks: a process that has begun fewer ops, or has closed the group, is the reason.
+timeout, its process compares the marks. The reason is a process that has begun fewer ops, has closed the group, or has
+begun another op in place of this one.
 """
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jax_ep.errors import JaxEpError, PeerLostError, PeerTimeoutError
+from jax_ep.errors import JaxEpError, MismatchError, PeerLostError, PeerTimeoutError
 from jax_ep.runtime.heartbeat import CLOSED, OPEN, GroupPart, Readings
 
 
@@ -21,31 +21,30 @@ class Marks(NamedTuple):
 
 
 class Progress:
-    """The marks of this process: the most ops that a rank of it has begun, the fewest that a rank has ended."""
+    """The marks of this process: the most ops that a rank of it has begun, the fewest that a rank has ended.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._begun, self._ended = Counter[int](), Counter[int]()  # ops, by rank
-        self._last = ""
+    Args:
+      read: `Backend.marks`.
+    """
 
-    def begin(self, rank: int, call: str) -> None:
-        with self._lock:
-            self._begun[rank] += 1
-            self._last = call
+    def __init__(self, read: Callable[[], Sequence[tuple[int, int, str]]] = tuple):
+        self._read, self._last, self._refused = read, Marks(), Counter[int]()
 
-    def end(self, rank: int) -> None:
-        with self._lock:
-            self._ended[rank] += 1
+    def refuse(self, rank: int) -> None:
+        """An op that a rank has begun will not be run."""
+        self._refused[rank] += 1
 
     @property
     def marks(self) -> Marks:
-        with self._lock:
-            ended = min((self._ended[rank] for rank in self._begun), default=0)
-            return Marks(max(self._begun.values(), default=0), ended, self._last)
+        """Those of a closed group are its last ones."""
+        if ranks := self._read():
+            refused = max(self._refused.values(), default=0)
+            self._last = Marks(max(ranks)[0], min(ended for _, ended, _ in ranks) + refused, max(ranks)[2])
+        return self._last
 
 
 class HangDetector:
-    """How long this process has been in one op, and which process has not begun it.
+    """How long this process has been in one op, and which process is not in it.
 
     Args:
       others: by process, what an error calls it.
@@ -66,13 +65,19 @@ class HangDetector:
             return None
         here = f"this process has waited for {self._seconds:.1f} s in its op {marks.begun}, {marks.last}"
         behind: list[tuple[int, str]] = []
+        differs: list[str] = []
         for process, who in self._others.items():
             part = readings.by_process[process].parts.get(self._parts[process])
             if part is None or (part.state == CLOSED and part.begun < marks.begun):
                 return PeerLostError(f"{who} has closed the group; {here}")
-            if part.state == OPEN and part.begun < marks.begun and self._lives(process):
-                behind.append((part.begun, f"{who} {_position(part)}"))
-        return PeerTimeoutError(f"{min(behind)[1]}; {here}") if behind else None
+            if part.state == OPEN and self._lives(process):
+                if part.begun < marks.begun:
+                    behind.append((part.begun, f"{who} {_position(part)}"))
+                elif part.begun == marks.begun and part.last != marks.last:
+                    differs.append(f"{who} {_position(part)}")
+        if behind:
+            return PeerTimeoutError(f"{min(behind)[1]}; {here}")
+        return MismatchError(f"{differs[0]}; {here}: all ranks must run the same ops") if differs else None
 
 
 def _position(part: GroupPart) -> str:

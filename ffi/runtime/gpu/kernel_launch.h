@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "comm/marks.h"
 #include "comm/timeline.h"
 #include "kernels/matmul/plan.h"
 #include "kernels/matmul/product_spec.h"
@@ -42,5 +43,8 @@ std::optional<std::string> load_local_kernels();
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockRequest* request, int questions);
+
+// Starts a kernel that marks a call. May be captured in a graph.
+gpu::Error launch_mark(gpu::Stream stream, Marks* marks, bool begins, int32_t call);
 
 }  // namespace jax_ep

@@ -116,6 +116,11 @@ ffi::Error launch_local(const Call& call, const Args& args) {
   return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kFfiTarget) + ": " + *error};
 }
 
+inline ffi::Error mark(const Call& call, Marks* marks, bool begins, int32_t text) {
+  const std::optional<std::string> error = explain(launch_mark(call.stream, marks, begins, text));
+  return error ? ffi::Error::Internal("marking a call: " + *error) : ffi::Error::Success();
+}
+
 }  // namespace jax_ep
 
 namespace xla::ffi {
