@@ -206,7 +206,7 @@ Epochs Group::local_epochs() const {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
       if (const RankSlot rank_slot{line, rank}; is_local(rank_slot))
-        epochs[index_of(rank_slot)] = read_word(device_of(rank_slot), &signal_pad(rank_slot)->epoch);
+        copy_array(device_of(rank_slot), &epochs[index_of(rank_slot)], &signal_pad(rank_slot)->epoch, 1);
   return epochs;
 }
 

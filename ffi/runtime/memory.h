@@ -26,17 +26,14 @@ void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 // Sets a word for which kernels may be waiting. The old value must fit into a byte.
 void signal_device(int ordinal, uint64_t* word, uint8_t value);
 
-// Copies 64-bit words from or to memory that the device reaches. Each word is copied whole, as kernels may use the
-// memory meanwhile. Any thread may call. Throws std::runtime_error.
+// Copies 64-bit words from or to memory that the device reaches, without waiting for kernels. Each word is copied
+// whole, as kernels may use the memory meanwhile. Any thread may call. Throws std::runtime_error.
 void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words);
 template <class T>
 void copy_array(int ordinal, T* to, const T* from, std::size_t count) {
   static_assert(sizeof(T) % sizeof(uint64_t) == 0);
   copy_whole_words(ordinal, to, from, count * (sizeof(T) / sizeof(uint64_t)));
 }
-
-// Reads a word on a device, without waiting for kernels. Throws std::runtime_error.
-uint64_t read_word(int ordinal, const uint64_t* word);
 
 // One moment, by the clock that kernels read and by the host's steady clock.
 struct ClockSample {

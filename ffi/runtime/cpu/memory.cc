@@ -29,8 +29,6 @@ void copy_whole_words(int, void* to, const void* from, std::size_t words) {
                      __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
 }
 
-uint64_t read_word(int, const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-
 ClockSample read_clock(int) {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   const uint64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();

@@ -110,15 +110,8 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
   return free_list().until_let_go({owner, FreeList::kHost, bytes}, memory);
 }
 
+// On a stream of its own, as work on other streams may wait for peers.
 void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words) {
-  const gpu::DeviceScope scope(ordinal);
-  const gpu::CaptureAllowsAll capture;
-  gpu::check(gpu::copy(to, from, words * sizeof(uint64_t)), "copying between host and device");
-  gpu::check(gpu::synchronize_stream(nullptr), "copying between host and device");  // a copy returns before it is done
-}
-
-// Uses a stream of its own, as work on other streams may wait for peers.
-uint64_t read_word(int ordinal, const uint64_t* word) {
   static std::mutex mutex;
   static auto* const streams = new std::map<int, gpu::Stream>;  // by device
   const gpu::DeviceScope scope(ordinal);
@@ -130,10 +123,8 @@ uint64_t read_word(int ordinal, const uint64_t* word) {
     if (error != gpu::kSuccess) streams->erase(found);
     gpu::check(error, "creating a stream");
   }
-  uint64_t value = 0;
-  gpu::check(gpu::copy_to_host(&value, word, sizeof(value), found->second), "reading a word of device memory");
-  gpu::check(gpu::synchronize_stream(found->second), "reading a word of device memory");
-  return value;
+  gpu::check(gpu::copy_anywhere(to, from, words * sizeof(uint64_t), found->second), "copying between host and device");
+  gpu::check(gpu::synchronize_stream(found->second), "copying between host and device");
 }
 
 // Takes the quickest of several answers. The device read its clock about half way between question and answer.

@@ -27,11 +27,8 @@ inline Error allocate_host(void** memory, std::size_t bytes) {
 inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
   return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
-inline Error copy(void* to, const void* from, std::size_t bytes) {
-  return cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
-}
-inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
-  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream);
+inline Error copy_anywhere(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream);
 }
 // A stream without order to the default stream.
 inline Error create_stream(Stream* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking); }

@@ -37,11 +37,8 @@ inline Error allocate_host(void** memory, std::size_t bytes) {
 inline Error copy(void* to, const void* from, std::size_t bytes, Stream stream) {
   return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToDevice, stream);
 }
-inline Error copy(void* to, const void* from, std::size_t bytes) {
-  return hipMemcpy(to, from, bytes, hipMemcpyDefault);
-}
-inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream stream) {
-  return hipMemcpyAsync(to, from, bytes, hipMemcpyDeviceToHost, stream);
+inline Error copy_anywhere(void* to, const void* from, std::size_t bytes, Stream stream) {
+  return hipMemcpyAsync(to, from, bytes, hipMemcpyDefault, stream);
 }
 // A stream without order to the default stream.
 inline Error create_stream(Stream* stream) { return hipStreamCreateWithFlags(stream, hipStreamNonBlocking); }

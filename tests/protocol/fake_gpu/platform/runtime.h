@@ -22,8 +22,9 @@ inline Error allocate(void** memory, std::size_t bytes) {
 }
 inline Error fill(void* memory, int byte, std::size_t bytes) { return std::memset(memory, byte, bytes), kSuccess; }
 inline Error allocate_host(void** memory, std::size_t bytes) { return allocate(memory, bytes); }
-inline Error copy(void* to, const void* from, std::size_t bytes) { return std::memcpy(to, from, bytes), kSuccess; }
-inline Error copy_to_host(void* to, const void* from, std::size_t bytes, Stream) { return copy(to, from, bytes); }
+inline Error copy_anywhere(void* to, const void* from, std::size_t bytes, Stream) {
+  return std::memcpy(to, from, bytes), kSuccess;
+}
 inline Error create_stream(Stream* stream) { return *stream = nullptr, kSuccess; }
 inline Error synchronize() { return kSuccess; }
 inline Error synchronize_stream(Stream) { return kSuccess; }
