@@ -141,7 +141,7 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
 // larger.
 struct WorkSize {
   int tokens = 0;
-  bool encoded = false;  // rows travel in float8
+  bool in_float8 = false;  // how rows travel
 };
 
 // Which warps of a CTA are senders: all, or the number that the rates of dispatch or combine say

@@ -10,7 +10,7 @@ namespace jax_ep {
 namespace {
 
 // Shared memory of a coop; eight coops use all that a CTA may have on sm_90. After the barriers a kernel has
-// - Float8DispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
+// - Float8RowsDispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
 // - LongCombineArgs: one half row of 16-bit values to write, and three to read;
 // - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
 // - kernels with a RowMover: a ring of three parts of a row.
@@ -28,9 +28,9 @@ int senders(const RowShape& shape, const RowRates& rates, int blocks, int coops)
   const auto& [policy, ranks, work] = shape;
   const bool few = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
   if (policy.senders == Senders::all) return coops;
-  if (few && (combines || work.encoded)) return rates.few_senders;
+  if (few && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, ranks, blocks);
-  return find_senders(work.encoded ? rates.dispatch_float8 : rates.dispatch, ranks, blocks);
+  return find_senders(work.in_float8 ? rates.dispatch_float8 : rates.dispatch, ranks, blocks);
 }
 
 int wanted_blocks(const RowShape& shape, const RowRates& rates, int all) {

@@ -98,14 +98,14 @@ class Scaling {
   float quotients_[kQuotients];
 };
 
-// A message that is encoded when it is stored. Short messages are kept in registers; long ones are read again.
+// Encodes a message where it is stored. Short messages are kept in registers; long ones are read again.
 template <class T, class Message>
-class EncodedMessage {
+class MessageEncoder {
  public:
   static constexpr bool kKept = Message::kPacks <= kWireValues / (Coop::lanes * Message::kBlockValues);
 
-  JAX_EP_FN EncodedMessage(const Message& message, const char* batch)
-      : EncodedMessage(message, reinterpret_cast<const T*>(batch), Read(message, batch)) {}
+  JAX_EP_FN MessageEncoder(const Message& message, const char* batch)
+      : MessageEncoder(message, reinterpret_cast<const T*>(batch), Read(message, batch)) {}
 
   JAX_EP_FN void store_values(char* to) const {
     message_.for_each_pack([&](int i) {
@@ -141,7 +141,7 @@ class EncodedMessage {
     }
   };
 
-  JAX_EP_FN EncodedMessage(const Message& message, const T* batch, Read read)
+  JAX_EP_FN MessageEncoder(const Message& message, const T* batch, Read read)
       : message_(message), batch_(batch), scaling_(message, read.largest) {
     for (int i = 0; kKept && i < kPacks; ++i) packs_[i] = read.packs[i];
   }

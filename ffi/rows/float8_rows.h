@@ -41,11 +41,11 @@ struct EncodeApart {
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& sinks, Release release) const {
-    const EncodedMessage<T, Unit> encoded(message, batch);
+    const MessageEncoder<T, Unit> encoder(message, batch);
     const int scale_blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
-    const auto fill_values = [&](char* to) { encoded.store_values(to); };
-    const auto fill_scales = [&](char* to) { encoded.store_scales(to); };
-    if (message.in_shared && words) return gather(message, encoded, sinks, release);
+    const auto fill_values = [&](char* to) { encoder.store_values(to); };
+    const auto fill_scales = [&](char* to) { encoder.store_scales(to); };
+    if (message.in_shared && words) return gather(message, encoder, sinks, release);
     writer.put(sinks.values, message.first, message.values(), fill_values);
     writer.put_directly(sinks.scales, first * 4, scale_blocks * 4, fill_scales);
     release();
@@ -53,13 +53,13 @@ struct EncodeApart {
 
   // Sends the values and scales of several messages when the last of them is encoded.
   template <class To, class Release>
-  JAX_EP_FN void gather(const Unit& message, const EncodedMessage<T, Unit>& encoded, const To& sinks,
+  JAX_EP_FN void gather(const Unit& message, const MessageEncoder<T, Unit>& encoder, const To& sinks,
                         Release release) const {
     const int begin = message.first / put_values * put_values, at = message.first - begin;
     const int values = smaller(put_values, message.hidden - begin);
     char *const stage = writer.stage(/*fresh=*/at == 0), *const scales = stage + values;
-    encoded.store_values(stage + at);
-    encoded.store_scales(scales + at / kScaleBlock * 4);
+    encoder.store_values(stage + at);
+    encoder.store_scales(scales + at / kScaleBlock * 4);
     release();
     if (at + message.values() < values) return;
     writer.seal();

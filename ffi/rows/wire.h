@@ -71,11 +71,11 @@ struct Encode {
 
   template <class To, class Release>
   JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& sinks, Release release) const {
-    const EncodedMessage<T, Message<T>> encoded(message, batch);
+    const MessageEncoder<T, Message<T>> encoder(message, batch);
     release();
     writer.put(sinks, wire_offset(message.first), wire_message_bytes(message.values()), [&](char* to) {
-      encoded.store_values(to);
-      encoded.store_scales(to + message.values());
+      encoder.store_values(to);
+      encoder.store_scales(to + message.values());
     });
   }
 };

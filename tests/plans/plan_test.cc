@@ -40,8 +40,8 @@ void check_row_plans(const HardwareModel& model) {
 #define JAX_EP_POLICY(Args) OpSpec<Args>::kLaunch,
   for (const LaunchPolicy policy : {JAX_EP_ROW_OPS(JAX_EP_POLICY)})
     for (const int tokens : {0, 1, 128, 512, 513, 4096})
-      for (const bool encoded : {false, true})
-        for (const int ranks : {2, 4}) check_row_plan({policy, ranks, {tokens, encoded}}, model);
+      for (const bool in_float8 : {false, true})
+        for (const int ranks : {2, 4}) check_row_plan({policy, ranks, {tokens, in_float8}}, model);
 }
 
 void check_product_plan(const ProductShape& shape, const HardwareModel& model) {

@@ -32,9 +32,9 @@ JAX_EP_FN float reciprocal(float x) {
 // Two values times `factor` as e4m3, the first in the low byte. What is beyond the largest becomes that.
 JAX_EP_FN uint16_t scaled_to_float8(__nv_bfloat162 pair, float factor) {
   const float2 wide = __bfloat1622float2(pair);
-  uint16_t encoded;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(encoded) : "f"(wide.y * factor), "f"(wide.x * factor));
-  return encoded;
+  uint16_t quantized;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(quantized) : "f"(wide.y * factor), "f"(wide.x * factor));
+  return quantized;
 }
 
 }  // namespace jax_ep::gemm

@@ -74,8 +74,8 @@ JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
 
 // DispatchArgs for the kernel of each Wire.
 struct PlainDispatchArgs : DispatchArgs {};
-struct EncodedDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
+struct Float8RowsDispatchArgs : DispatchArgs {};
 
 // The leaves of a routing that users pass to scatter and combine. A report's `detail` is the leaf with a value out of
 // bounds.

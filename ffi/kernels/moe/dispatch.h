@@ -203,9 +203,9 @@ class PlainDispatch {
 
 // Tokens travel in float8 and are decoded on arrival. This rank's own tokens are encoded and decoded too.
 template <class T>
-class EncodedDispatch {
+class Float8Dispatch {
  public:
-  JAX_EP_FN EncodedDispatch(Op& op, const DispatchArgs& args)
+  JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
         landing_(op, args, sizeof(T)),
@@ -260,9 +260,9 @@ class EncodedDispatch {
 
 // Tokens travel in float8 and stay in float8; so do this rank's own. Values and scales land in different buffers.
 template <class T>
-class Float8Dispatch {
+class Float8RowsDispatch {
  public:
-  JAX_EP_FN Float8Dispatch(Op& op, const DispatchArgs& args)
+  JAX_EP_FN Float8RowsDispatch(Op& op, const DispatchArgs& args)
       : op_(op),
         args_(args),
         landing_(op, args, 1),
@@ -331,9 +331,9 @@ class Float8Dispatch {
 template <class T>
 PlainDispatch dispatch_of(const PlainDispatchArgs&);
 template <class T>
-EncodedDispatch<T> dispatch_of(const EncodedDispatchArgs&);
-template <class T>
 Float8Dispatch<T> dispatch_of(const Float8DispatchArgs&);
+template <class T>
+Float8RowsDispatch<T> dispatch_of(const Float8RowsDispatchArgs&);
 
 template <class T = NoFormat, class Args, class Dispatch = decltype(dispatch_of<T>(Args{}))>
 JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop& coop) {
@@ -359,11 +359,11 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
 }
 
 // A dispatch has a kernel for each Wire.
-using DispatchKernel = std::variant<PlainDispatchArgs, EncodedDispatchArgs, Float8DispatchArgs>;
+using DispatchKernel = std::variant<PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
 inline DispatchKernel kernel_of(const DispatchArgs& args) {
   if (args.wire == Wire::plain) return PlainDispatchArgs{args};
-  if (args.wire == Wire::float8_rows) return Float8DispatchArgs{args};
-  return EncodedDispatchArgs{args};
+  if (args.wire == Wire::float8_rows) return Float8RowsDispatchArgs{args};
+  return Float8DispatchArgs{args};
 }
 
 }  // namespace jax_ep
