@@ -42,17 +42,18 @@ class Op {
 
   // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts, after it has met the
   // coops that wrote the rest of the mail.
-  JAX_EP_FN void post(const Posted& buffers) {
+  JAX_EP_FN void post(const WindowAddresses& windows) {
     record_begin(is_recorder());
-    post_by(coop.index == 0, buffers);
+    post_by(coop.index == 0, windows);
   }
   // At least one coop of the rank is `elected`. Posting twice does no harm.
-  JAX_EP_FN void post_by(bool elected, const Posted& posted) {
+  JAX_EP_FN void post_by(bool elected, const WindowAddresses& windows) {
     coop.sync();
     if (!ok() || !elected) return;
     enter(Phase::post);
     each_rank([&](int rank) {
-      for (int i = 0; i < kMailBuffers; ++i) mail(rank, comm.rank)->buffers[i] = as_seen_by(rank, posted.buffers[i], i);
+      for (int i = 0; i < kMailBuffers; ++i)
+        mail(rank, comm.rank)->buffers[i] = as_seen_by(rank, windows.buffers[i], i);
       store_release(&comm.signal_pads[rank]->posted[comm.rank], stamp_);
     });
   }

@@ -46,7 +46,7 @@ struct Report {
 constexpr int64_t kElsewhere = -1;  // what another rank was called with is invalid
 
 // The buffers of a rank that its peers may use in an op.
-struct Posted {
+struct WindowAddresses {
   void* buffers[kMailBuffers];
 };
 

@@ -56,8 +56,8 @@ struct BufferSpec {
   int ndim;          // of `any`: 1
   int64_t sizes[3];  // of `any`: rows, and the bytes of a row
   bool present = true;
-  bool posted = false;   // its address is in the mail, in the order of the spec
-  bool reached = false;  // whether peers use it in this call
+  bool is_window = false;  // peers may use it: its address is in the mail, in the order of the spec
+  bool reached = false;    // whether peers use it in this call
   Undelivered undelivered = Undelivered::nan;
   bool is_alike = false;  // a result that all ranks have alike
 
@@ -69,7 +69,7 @@ struct BufferSpec {
   }
   JAX_EP_CONSTANT_FN BufferSpec for_peers(bool is_reached = true) const {
     BufferSpec spec = *this;
-    spec.posted = true;
+    spec.is_window = true;
     spec.reached = is_reached;
     return spec;
   }
@@ -291,11 +291,11 @@ class Results {
 
 // In a kernel: the addresses that a rank posts.
 template <class Args>
-JAX_EP_FN Posted posted(const Args& args, int ranks) {
-  Posted found{};
+JAX_EP_FN WindowAddresses window_addresses(const Args& args, int ranks) {
+  WindowAddresses found{};
   int count = 0;
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto member) {
-    if (spec.posted) found.buffers[count++] = const_cast<char*>(reinterpret_cast<const char*>(args.*member));
+    if (spec.is_window) found.buffers[count++] = const_cast<char*>(reinterpret_cast<const char*>(args.*member));
   });
   return found;
 }
@@ -306,12 +306,12 @@ struct FindWindow {
   int *count, *found;
 
   JAX_EP_CONSTANT_FN void operator()(const BufferSpec& spec, T Args::* member) const {
-    if (member == wanted) *found = spec.posted ? *count : -1;
-    *count += spec.posted;
+    if (member == wanted) *found = spec.is_window ? *count : -1;
+    *count += spec.is_window;
   }
   template <class Other>
   JAX_EP_CONSTANT_FN void operator()(const BufferSpec& spec, Other) const {
-    *count += spec.posted;
+    *count += spec.is_window;
   }
 };
 

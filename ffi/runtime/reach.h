@@ -34,7 +34,7 @@ Reached<Args> reach(Group& group, RankSlot rank_slot, const Args& args, int32_t 
   reached.comm.site = site;
   int mail_index = 0;
   OpSpec<Args>::buffers(args, group.size(), [&](const BufferSpec& spec, auto member) {
-    if (!spec.posted) return;
+    if (!spec.is_window) return;
     const std::size_t bytes = spec.reached ? spec.bytes() : 0;
     void* const own = const_cast<void*>(static_cast<const void*>(args.*member));
     void* const mapped = group.reach(rank_slot, mail_index++, own, bytes, &reached.comm);

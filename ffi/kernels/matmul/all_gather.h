@@ -98,7 +98,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const 
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype);
   const Results<GatherMatmulArgs> results(args, comm.size);
   op.poison(results);
-  op.post(posted(args, comm.size));
+  op.post(window_addresses(args, comm.size));
   push_rows(op, args);
   const RowBlocks row_blocks(args.m);
   for (int i = 0; i < comm.size * row_blocks.chunks && op.ok(); ++i) {

@@ -181,7 +181,7 @@ struct GatherHooks {
   }
 
   JAX_EP_FN void push(Op& op) const {
-    op.post(posted(work.args, work.comm.size));
+    op.post(window_addresses(work.args, work.comm.size));
     push_rows(op, work.args);
   }
 };
@@ -271,7 +271,7 @@ struct ReduceHooks {
   }
 
   JAX_EP_FN void reduce(Op& op) const {
-    op.post(posted(work.args, work.comm.size));
+    op.post(window_addresses(work.args, work.comm.size));
     const bool stays = all_begin(op.coop, &op.signal_pad->members, op.coop.count);
     if (stays) {
       op.wait_posted();

@@ -11,7 +11,7 @@ namespace jax_ep {
 // The shared memory by which the warps of a CTA signal each other.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
-  uint32_t posted;                         // 1 once `landing` is set
+  uint32_t landing_known;                  // 1 once `landing` is set
   uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
   uint32_t added[gemm::kConsumerWarps];    // of the last tile
   uint32_t landed;                         // 1 once the peer's last tile is here, or the op has failed
@@ -54,7 +54,7 @@ struct ExchangeHooks {
   template <int kWidth>
   JAX_EP_FN void store(const gemm::Problem&, const gemm::Tile& tile, const float (&d)[kWidth / 2],
                        char (*buffers)[gemm::kOutBytes], int strip, int lane) const {
-    ptx::wait_count(&aux.posted, 1);
+    ptx::wait_count(&aux.landing_known, 1);
     T* const landing = reinterpret_cast<T*>(aux.landing);
     gemm::put_tile<Out, kWidth>(problem, tile, d, buffers, strip, lane, [&](int row, int column, const uint4& words) {
       if (exchange.keeps(row)) *reinterpret_cast<uint4*>(exchange.kept(row, column)) = words;
@@ -93,11 +93,11 @@ struct ExchangeHooks {
 
   JAX_EP_FN void announce_tiles(Op& op) const {
     op.record_begin(cta == 0);
-    if (cta == 0) op.post_by(true, posted<MatmulReduceArgs>(work.args, work.comm.size));
+    if (cta == 0) op.post_by(true, window_addresses<MatmulReduceArgs>(work.args, work.comm.size));
     exchange.count_received(op, cta == 0);
     op.wait_posted();
     if (op.coop.lane == 0) aux.landing = op.ok() ? reinterpret_cast<char*>(exchange.landing(op)) : nullptr;
-    count(&aux.posted);
+    count(&aux.landing_known);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
     int tiles = 0;
     for (gemm::Tile tile; schedule.next(&tile); ++tiles) {

@@ -167,7 +167,7 @@ class MatmulReduce {
 // On the CPU every coop multiplies and reduces.
 template <class T>
 JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
-  op.post(posted(args, op.comm.size));
+  op.post(window_addresses(args, op.comm.size));
   const RowBlocks row_blocks(args.m);
   for (int row_block = 0; row_block < row_blocks.chunks && op.may_push(); ++row_block) {
     const Range rows = row_blocks.chunk(row_block), mine = part_of(rows.end - rows.begin, op.coop.index, op.coop.count);
@@ -279,7 +279,7 @@ class MatmulExchange {
 template <class T>
 JAX_EP_FN void exchange_products(Op& op, const MatmulReduceArgs& args) {
   const MatmulExchange<T> exchange(op.comm, args);
-  op.post(posted(args, op.comm.size));
+  op.post(window_addresses(args, op.comm.size));
   exchange.count_received(op, op.coop.index == 0);
   op.wait_posted();
   const RowBlocks row_blocks(args.m);

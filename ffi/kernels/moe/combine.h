@@ -206,10 +206,10 @@ class Combine {
   }
 
   JAX_EP_FN void wait_posted() {
-    if (posted_) return;
+    if (peers_posted_) return;
     op_.wait_posted();
     op_.enter(Phase::send);
-    posted_ = true;
+    peers_posted_ = true;
   }
 
   JAX_EP_FN void push_scalars(int home, int token) {
@@ -295,7 +295,7 @@ class Combine {
   const T* outputs_;
   const Divider by_capacity_;
   Bound row_bound_, target_bound_;
-  bool posted_ = false;
+  bool peers_posted_ = false;
   static constexpr int kRanksALane = kMaxRanks / Coop::lanes;
   int64_t received_[kRanksALane] = {};  // bytes of rows from rank i * lanes + lane
   RowSum<T, kPacks> rows_;
@@ -306,7 +306,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop&
   Op op(comm, coop, kind_of(args));
   const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
-  op.post(posted(args, comm.size));
+  op.post(window_addresses(args, comm.size));
   Combine<T, kPacks> combine(op, args);
   combine.push();
   combine.reduce();

@@ -245,7 +245,7 @@ class RoutedTokens {
 // routing coops have other work. If the last CTA has no SM yet, a routing coop posts (Router::ask_posted).
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
-  op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), posted(args, op.comm.size));
+  op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), window_addresses(args, op.comm.size));
 }
 
 // The base of both ways to route.
@@ -265,7 +265,9 @@ class Router {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
   }
   // Posts if the last CTA is late. Called after the layout or the count, with what ask_posted() returned.
-  JAX_EP_FN void post_if_late(uint64_t asked) { op_.post_by(op_.is_earlier(asked), posted(args_, op_.comm.size)); }
+  JAX_EP_FN void post_if_late(uint64_t asked) {
+    op_.post_by(op_.is_earlier(asked), window_addresses(args_, op_.comm.size));
+  }
 
   // The row of the first of this rank's assignments of an expert, for Histogram::number.
   JAX_EP_FN auto first_rows() const {

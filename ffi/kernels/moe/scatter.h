@@ -57,7 +57,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);
   const Results<ScatterArgs> results(args, comm.size);
   if (!args.onto) op.poison(results);
-  op.post(posted(args, comm.size));
+  op.post(window_addresses(args, comm.size));
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {

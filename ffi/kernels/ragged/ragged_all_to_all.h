@@ -62,7 +62,7 @@ JAX_EP_FN void exchange_slices(Op& op, const RaggedArgs& args) {
   if (op.ok() && op.coop.index == 0)
     for (int i = op.coop.lane; i < op.comm.size * args.slices; i += Coop::lanes)
       SentMail(op).ints(i / args.slices)[i % args.slices] = args.send_sizes[i];
-  op.post(posted(args, op.comm.size));
+  op.post(window_addresses(args, op.comm.size));
   op.wait_posted();
   check_sizes(op, args);
   push_slices(op, args);

@@ -295,7 +295,7 @@ JAX_EP_FN void reduce_rows(Op& op, const SparseReduceArgs& args) {
   SparseReduce<T> reduction(op, args);
   const int full = reduction.rank_without_room();
   if (full < 0) reduction.prepare();
-  op.post(posted(args, op.comm.size));
+  op.post(window_addresses(args, op.comm.size));
   op.wait_posted();
   if (full < 0) {
     reduction.push();

@@ -33,7 +33,7 @@ class SparseUnion {
     if (op_.ok() && op_.coop.index == 0)
       for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes)
         for (int i = 0; i < kMissing; ++i) SentMail(op_).ints(rank)[i] = args_.missing[i];
-    op_.post(posted(args_, op_.comm.size));
+    op_.post(window_addresses(args_, op_.comm.size));
     op_.wait_posted();
     push_entries();
     op_.barrier();  // the bitmap is clear
