@@ -73,7 +73,7 @@ def products(group: jax_ep.Group, rng: np.random.Generator) -> None:
     for op in (jax_ep.matmul_all_reduce, jax_ep.matmul_reduce_scatter, jax_ep.all_gather_matmul):
         multiply(op, group.size * 72, 200)
     multiply(jax_ep.matmul_all_reduce, 3528, 4104)  # more than two ranks exchange: owners fetch
-    multiply(jax_ep.matmul_all_reduce, group.size * 72, 200, contracted=1096)  # two blocks a tile
+    multiply(jax_ep.matmul_all_reduce, group.size * 72, 200, contracted=1096)  # two CTAs a tile
     run(
         group,
         jax_ep.lax.ragged_dot,

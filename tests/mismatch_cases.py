@@ -99,4 +99,4 @@ def differ_in_all(mesh: Mesh) -> None:
     if jax.default_backend() == "gpu" and jax.device_count() == 2:  # one call, in other shares
         call = (multiplied, 1024, np.float32)
         with Group(mesh, "ep", timeout=60.0, max_sms=32 if jax.process_index() % 2 else None) as group:
-            differ(PLANS, group, call, call, " 30 blocks, tiles 128x")
+            differ(PLANS, group, call, call, " 30 CTAs, tiles 128x")

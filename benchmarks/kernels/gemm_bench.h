@@ -273,13 +273,13 @@ inline void compare(const Case& each) {
     if (gathers && (each.grouping == Grouping::m_grouped || block_n != kGatheredColumns)) continue;
     if (block_n == 192 && each.grouping != Grouping::k_grouped) continue;
     for (const int band : {1, 8})
-      for (const int blocks : {132, 4})
-        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, blocks, false}, alike));
+      for (const int ctas : {132, 4})
+        worst = std::max(worst, run_and_compare(buffers, wanted, {block_n, band, ctas, false}, alike));
   }
   if (each.grouping == Grouping::m_grouped)
     for (const int band : {1, 8})
-      for (const int blocks : {132, 4})
-        worst = std::max(worst, run_and_compare(buffers, wanted, {256, band, blocks, false, /*swap_ab=*/true}, alike));
+      for (const int ctas : {132, 4})
+        worst = std::max(worst, run_and_compare(buffers, wanted, {256, band, ctas, false, /*swap_ab=*/true}, alike));
   if (each.grouping != Grouping::k_grouped && !gathers)
     worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}, alike));
   const char* groupings[] = {"dense", "rows", "contraction"};

@@ -58,9 +58,9 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
               n, gpu_count(), ranks[0].dispatch.eager);
   const auto time = [&](const char* op, const std::vector<LaunchConfig>& configs, auto args_of) {
     for (const LaunchConfig& c : configs) {
-      if (c.blocks * ranks_per_gpu > 132) continue;
+      if (c.ctas * ranks_per_gpu > 132) continue;
       const double us = time_op(group, ranks, c, args_of);
-      std::printf("%-14s blocks %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.blocks, c.threads,
+      std::printf("%-14s CTAs %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.ctas, c.threads,
                   c.senders_per_cta, c.warp_bytes, us);
       std::fflush(stdout);
       if (const auto error = group.take_error()) {
@@ -90,17 +90,17 @@ int main(int argc, char** argv) {
   if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int blocks : {24, 64, 96, 128}) {
-    dispatches.push_back({blocks, 256, 6, kMove});
-    for (const int senders : {2, 3, 4, 6}) dispatches.push_back({blocks, 256, senders, kStream});
+  for (const int ctas : {24, 64, 96, 128}) {
+    dispatches.push_back({ctas, 256, 6, kMove});
+    for (const int senders : {2, 3, 4, 6}) dispatches.push_back({ctas, 256, senders, kStream});
   }
-  for (const int blocks : {24, 64, 96, 128})
-    for (const int senders : {4, 6, 8}) combines.push_back({blocks, 256, senders, kStream});
+  for (const int ctas : {24, 64, 96, 128})
+    for (const int senders : {4, 6, 8}) combines.push_back({ctas, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
-  for (const int blocks : {64, 96, 128}) {
-    for (const int senders : {1, 2, 4}) dispatches.push_back({blocks, 256, senders, kStream});
-    for (const int senders : {4, 6, 8}) combines.push_back({blocks, 256, senders, kStream});
+  for (const int ctas : {64, 96, 128}) {
+    for (const int senders : {1, 2, 4}) dispatches.push_back({ctas, 256, senders, kStream});
+    for (const int senders : {4, 6, 8}) combines.push_back({ctas, 256, senders, kStream});
   }
   run(n, {128, 7168, 8, 256}, dispatches, combines);
   return 0;

@@ -1,6 +1,6 @@
 // Products overlapped with their collective, without JAX: the first GPUs of this machine are ranks. `check` compares
 // every op with exact results, with delayed ranks too; `beside` runs them while another kernel holds all SMs but a
-// pair; `time`, `bands`, `blocks` and `sweep` time them inside CUDA graphs beside the product alone, all but the first
+// pair; `time`, `bands`, `ctas` and `sweep` time them inside CUDA graphs beside the product alone, all but the first
 // in other configurations too.
 //
 //   cmake -S tests -B build && cmake --build build --target overlap_bench
@@ -14,7 +14,7 @@
 
 namespace {
 
-using Counts = std::vector<int>;  // of blocks that communicate
+using Counts = std::vector<int>;  // of CTAs that communicate
 bool failed = false;
 
 struct Case {
@@ -179,7 +179,7 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   return us;
 }
 
-enum class Configs { chosen, bands, blocks, all };
+enum class Configs { chosen, bands, ctas, all };
 
 void time_case(const Case& c, const Group& group, Configs configs) {
   const int count = group.size();
@@ -209,7 +209,7 @@ void time_case(const Case& c, const Group& group, Configs configs) {
       config.band = band;
       print("", config);
     }
-  if (configs == Configs::blocks && chosen.communicating > 0)
+  if (configs == Configs::ctas && chosen.communicating > 0)
     for (const int communicating : {16, 24, 36, 48, 66, 98, 132}) {
       OverlapConfig config = chosen;
       config.communicating = communicating;
@@ -289,7 +289,7 @@ int main(int count, char** arguments) {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
-    const Configs configs = what == "bands" ? Configs::bands : what == "blocks" ? Configs::blocks : Configs::chosen;
+    const Configs configs = what == "bands" ? Configs::bands : what == "ctas" ? Configs::ctas : Configs::chosen;
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
     // Shapes of a gather's product; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},

@@ -84,9 +84,9 @@ Config plan_fixed(const Shape& shape, int sms) {
 std::string Config::describe() const {
   if (swap_ab)
     return "tiles of 128 columns and up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
-           std::to_string(blocks) + " blocks";
-  return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(blocks) +
-         " blocks" + (split_k ? ", two a tile" : "");
+           std::to_string(ctas) + " CTAs";
+  return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(ctas) +
+         " CTAs" + (split_k ? ", two a tile" : "");
 }
 
 }  // namespace jax_ep::gemm

@@ -20,7 +20,7 @@ struct Shape {
 struct Config {
   int block_n;  // tiles are kBlockM x block_n; if swap_ab, at most block_n rows x kTileColumns
   int band;     // see Problem
-  int blocks;   // an even number
+  int ctas;     // an even number
   bool split_k;
   bool swap_ab = false;  // tiles have no more rows than they need (multiply_swapped.h)
 

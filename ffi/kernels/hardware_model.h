@@ -7,9 +7,9 @@
 
 namespace jax_ep {
 
-// The number of sender warps of a CTA, by the blocks of an op and the ranks of its group.
+// The number of sender warps of a CTA, by the CTAs of an op and the ranks of its group.
 struct SenderRule {
-  int most_blocks;            // of the ops to which the rule applies
+  int most_ctas;              // of the ops to which the rule applies
   int two_ranks, more_ranks;  // sender warps in a group of two ranks, or of more
 };
 constexpr int kSenderRules = 4;
@@ -17,13 +17,13 @@ constexpr int kSenderRules = 4;
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of blocks.
+  // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of CTAs.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 3, 3}};
-  int few_senders = 4;                // of a combine of few tokens, and of their dispatch in float8
-  int union_entries_per_block = 256;  // of sparse_union: bench sparse
-  int union_blocks = 96;              // at the most: bench sparse
+  int few_senders = 4;              // of a combine of few tokens, and of their dispatch in float8
+  int union_entries_per_cta = 256;  // of sparse_union: bench sparse
+  int union_ctas = 96;              // at the most: bench sparse
 };
 
 // Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
@@ -34,7 +34,7 @@ struct GatherRates {
   double handshake_us = 10;      // until the first rows can be here
   double bytes_per_cta = 2.3e3;  // to each peer, in a microsecond
   double once_us = 7;            // to start and to end the kernel
-  int most_leaving = 108;        // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
+  int most_leaving = 108;        // CTAs times peers: overlap_bench ctas 2, overlap_bench ctas 4
   int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
@@ -47,7 +47,7 @@ struct ReduceRates {
   double round_us = 15;         // from the last tile to the last flag, and to begin
   double bytes_per_us = 300e3;  // of each direction
   double last_per_us = 230e3;   // bytes that all wait for
-  int most_pushing = 144;       // blocks times peers: overlap_bench blocks 2, overlap_bench blocks 4
+  int most_pushing = 144;       // CTAs times peers: overlap_bench ctas 2, overlap_bench ctas 4
   int most_pairs = 16;          // of a band: overlap_bench bands 2, overlap_bench bands 4
   int least_bands = 8;          // so that the last band moves few bytes: overlap_bench bands 2
 };

@@ -15,43 +15,43 @@ namespace {
 // - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
 // - kernels with a RowMover: a ring of three parts of a row.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
-static_assert(RowRates{}.union_blocks * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
+static_assert(RowRates{}.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 
-int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int blocks) {
+int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
   const auto* const rule =
-      std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return blocks <= each.most_blocks; });
+      std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return ctas <= each.most_ctas; });
   return ranks > 2 ? rule->more_ranks : rule->two_ranks;  // two ranks send each other less
 }
 
 // How many coops of a CTA are senders.
-int senders(const RowShape& shape, const RowRates& rates, int blocks, int coops) {
+int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   const auto& [policy, ranks, work] = shape;
   const bool few = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
   if (policy.senders == Senders::all) return coops;
   if (few && (combines || work.in_float8)) return rates.few_senders;
-  if (combines) return find_senders(rates.combine, ranks, blocks);
-  return find_senders(work.in_float8 ? rates.dispatch_float8 : rates.dispatch, ranks, blocks);
+  if (combines) return find_senders(rates.combine, ranks, ctas);
+  return find_senders(work.in_float8 ? rates.dispatch_float8 : rates.dispatch, ranks, ctas);
 }
 
-int wanted_blocks(const RowShape& shape, const RowRates& rates, int all) {
+int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
   if (shape.policy.ctas == Ctas::one_a_token) return shape.work.tokens;
   if (shape.policy.ctas == Ctas::all) return all;
-  return std::min(shape.work.tokens / rates.union_entries_per_block + 1, rates.union_blocks);
+  return std::min(shape.work.tokens / rates.union_entries_per_cta + 1, rates.union_ctas);
 }
 
 }  // namespace
 
 LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
   const int most = std::max(1, model.row_sms);
-  const int blocks = std::clamp(wanted_blocks(shape, model.rows, most), 1, most);
+  const int ctas = std::clamp(wanted_ctas(shape, model.rows, most), 1, most);
   const int coops = kRowThreads / model.warp_lanes;
   const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);
-  return {blocks, kRowThreads, std::min(senders(shape, model.rows, blocks, coops), coops), warp_bytes};
+  return {ctas, kRowThreads, std::min(senders(shape, model.rows, ctas, coops), coops), warp_bytes};
 }
 
 std::string LaunchConfig::describe() const {
-  return std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads, " +
-         std::to_string(senders_per_cta) + " sender warps in each, " + std::to_string(warp_bytes) + " bytes a warp";
+  return std::to_string(ctas) + " CTAs of " + std::to_string(threads) + " threads, " + std::to_string(senders_per_cta) +
+         " sender warps in each, " + std::to_string(warp_bytes) + " bytes a warp";
 }
 
 }  // namespace jax_ep

@@ -18,10 +18,10 @@ struct RowShape {
   WorkSize work;
 };
 
-// Blocks are few, because they wait for peers while other kernels need SMs. In each block the first warps are senders
+// CTAs are few, because they wait for peers while other kernels need SMs. In each CTA the first warps are senders
 // and push rows to peers. The other warps are receivers and process the rows that arrive.
 struct LaunchConfig {
-  int blocks;  // a block takes a whole SM
+  int ctas;  // a CTA takes a whole SM
   int threads;
   int senders_per_cta;
   int warp_bytes;  // of shared memory, for each warp's stages

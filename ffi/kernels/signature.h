@@ -108,16 +108,16 @@ Signature signature_of(const Args& args) {
 // plan. Plans differ between GPUs with different numbers of SMs, and between different max_sms.
 inline Signature with_plan(Signature signature, const OverlapConfig& config) {
   if (config.communicating > 0) return signature;  // no exchange
-  const int plan[] = {config.blocks(), config.block_n, config.band, config.split_k};
+  const int plan[] = {config.ctas(), config.block_n, config.band, config.split_k};
   std::copy(std::begin(plan), std::end(plan), signature.plan);
   return signature;
 }
 
-// ", 64 blocks, tiles 128x128, band 4, two a tile" of an exchange.
+// ", 64 CTAs, tiles 128x128, band 4, two a tile" of an exchange.
 inline std::string describe_plan(const Signature& signature) {
-  const auto& [blocks, block_n, band, split_k] = signature.plan;
-  if (blocks == 0) return "";
-  return ", " + std::to_string(blocks) + " blocks, tiles 128x" + std::to_string(block_n) + ", band " +
+  const auto& [ctas, block_n, band, split_k] = signature.plan;
+  if (ctas == 0) return "";
+  return ", " + std::to_string(ctas) + " CTAs, tiles 128x" + std::to_string(block_n) + ", band " +
          std::to_string(band) + (split_k ? ", two a tile" : "");
 }
 

@@ -41,7 +41,7 @@ std::vector<Range> ranges_of(const std::vector<int>& sizes, int total) {
 
 // CTAs of a cluster must agree on group and contraction in every step, or they would wait for each other forever.
 void check_clusters(const Problem& problem, const Config& config, Part cta) {
-  for (int first = 0; first < config.blocks; first += kCluster) {
+  for (int first = 0; first < config.ctas; first += kCluster) {
     cta.index = first;
     Schedule one(problem, config.block_n, cta);
     cta.index = first + 1;
@@ -65,14 +65,14 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
   const bool rows = problem.grouping == Grouping::m_grouped, contraction = problem.grouping == Grouping::k_grouped;
   const auto ranges = ranges_of(sizes, contraction ? problem.k : problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n * (contraction ? problem.groups : 1));
-  for (int block = 0; block < config.blocks; ++block) {
-    cta.index = block;
+  for (int index = 0; index < config.ctas; ++index) {
+    cta.index = index;
     Schedule schedule(problem, config.block_n, cta);
     for (Tile tile; schedule.next(&tile);) {
       const Range range = ranges[problem.grouping == Grouping::none ? 0 : tile.group];
       const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
       const int steps = (wanted.end - wanted.begin + kBlockK - 1) / kBlockK;
-      const int half = problem.split_k ? (steps + 1) / 2 * kBlockK : 0, begin = wanted.begin + block % kCluster * half;
+      const int half = problem.split_k ? (steps + 1) / 2 * kBlockK : 0, begin = wanted.begin + index % kCluster * half;
       require(tile.k_begin == begin && tile.k_end == (problem.split_k ? begin + half : wanted.end),
               "a tile has its contraction");
       if (rows) require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
@@ -133,7 +133,7 @@ TEST_CASE("every element of a result is in exactly one tile with its contraction
     const int groups = static_cast<int>(sizes.size());
     Config config = plan_fixed(Shape{grouping, m, n, k, groups}, sms);
     config.band = draw(1, 3);
-    require(config.blocks % kCluster == 0 && config.blocks <= sms, "whole clusters");
+    require(config.ctas % kCluster == 0 && config.ctas <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
     problem.split_k = config.split_k;
     const int ranks = draw(1, 4);
@@ -148,7 +148,7 @@ TEST_CASE("every element of a result is in exactly one tile with its contraction
       for (const int columns : {128, 256}) check_row_tiles(problem, sizes, columns, /*split=*/true);
       check_any_pairs(problem, random);
     }
-    const Part all_at_once{0, config.blocks};
+    const Part all_at_once{0, config.ctas};
     const auto check = [&] {
       check_clusters(problem, config, all_at_once);
       check_cover(problem, config, sizes, all_at_once);

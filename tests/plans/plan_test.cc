@@ -26,14 +26,14 @@ void check_row_plan(const RowShape& shape, const HardwareModel& model) {
   const int coops = config.threads / model.warp_lanes;
   int pushing = 0;
   for (int coop = 0; coop < coops; ++coop)
-    pushing += !sender_part(0, config.blocks, coop, config.senders_per_cta).empty();
-  const int counted = sender_part(0, config.blocks, 0, config.senders_per_cta).count;
-  expect(config.blocks >= 1 && config.blocks <= model.row_sms, "blocks are within the SMs", model, words);
-  expect(counted == pushing * config.blocks, "every sender that is counted exists", model, words);
+    pushing += !sender_part(0, config.ctas, coop, config.senders_per_cta).empty();
+  const int counted = sender_part(0, config.ctas, 0, config.senders_per_cta).count;
+  expect(config.ctas >= 1 && config.ctas <= model.row_sms, "CTAs are within the SMs", model, words);
+  expect(counted == pushing * config.ctas, "every sender that is counted exists", model, words);
   expect(config.warp_bytes * coops <= model.shared_bytes, "the coops share what there is", model, words);
   const bool uses_all = config.warp_bytes * (coops + 1) > model.shared_bytes;
   expect(uses_all || config.warp_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
-  expect(words.find(std::to_string(config.blocks) + " blocks") == 0, "words say the blocks", model, words);
+  expect(words.find(std::to_string(config.ctas) + " CTAs") == 0, "words say the CTAs", model, words);
 }
 
 void check_row_plans(const HardwareModel& model) {
@@ -47,7 +47,7 @@ void check_row_plans(const HardwareModel& model) {
 void check_product_plan(const ProductShape& shape, const HardwareModel& model) {
   const OverlapConfig config = plan(shape, model);
   const std::string words = config.describe();
-  const bool fits = config.blocks() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
+  const bool fits = config.ctas() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
   expect(fits && config.multiplying >= 2, "whole clusters within the SMs", model, words);
   expect(config.band >= 1 && config.microseconds > 0, "bands and a time", model, words);
   expect(words.find("tiles 128x" + std::to_string(config.block_n)) == 0, "words say the tiles", model, words);
@@ -63,7 +63,7 @@ void check_products(const HardwareModel& model) {
         using gemm::Grouping;
         for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
           const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model.sms);
-          const bool fits = config.blocks >= 2 && config.blocks <= model.sms && config.blocks % gemm::kCluster == 0;
+          const bool fits = config.ctas >= 2 && config.ctas <= model.sms && config.ctas % gemm::kCluster == 0;
           expect(fits, "whole clusters within the SMs", model, config.describe());
         }
       }
@@ -83,15 +83,13 @@ void check_exchanges() {
   const Signature here = signed_on(whole, 2), there = signed_on(part, 2);
   expect(tag_of(here) == tag_of(signed_on(whole, 2)), "equal devices agree", whole, describe(here));
   expect(tag_of(here) != tag_of(there), "devices of other SMs do not", part, describe(there));
-  expect(describe(here).find(", 130 blocks, tiles 128x") != std::string::npos, "plans are named", whole,
-         describe(here));
-  expect(describe(there).find(", 62 blocks, tiles 128x") != std::string::npos, "plans are named", part,
-         describe(there));
+  expect(describe(here).find(", 130 CTAs, tiles 128x") != std::string::npos, "plans are named", whole, describe(here));
+  expect(describe(there).find(", 62 CTAs, tiles 128x") != std::string::npos, "plans are named", part, describe(there));
   OverlapConfig other = plan(shape_of(args, 2), whole);
   other.split_k = !other.split_k;
   expect(tag_of(with_plan(called, other)) != tag_of(here), "so are shares of tiles", whole, describe(here));
   expect(tag_of(signed_on(part, 4)) == tag_of(called), "more ranks take tiles in any order", part, describe(called));
-  expect(describe(called).find("blocks") == std::string::npos, "they have no plan to name", part, describe(called));
+  expect(describe(called).find("CTAs") == std::string::npos, "they have no plan to name", part, describe(called));
 }
 
 void check_models() {

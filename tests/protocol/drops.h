@@ -32,7 +32,7 @@ inline void check_fair(const std::vector<int>& asked, const std::vector<int>& gi
 
 inline void check_quotas(const std::vector<Rank>& ranks, int capacity) {
   const auto asked = count_assignments(ranks, false), kept = count_assignments(ranks, true);
-  const auto blocks = [](const std::vector<int>& rows) {
+  const auto steps = [](const std::vector<int>& rows) {
     int sum = 0;
     for (const int count : rows) sum += count;
     return ceil_div(sum, kAlignment);
@@ -41,9 +41,9 @@ inline void check_quotas(const std::vector<Rank>& ranks, int capacity) {
     std::vector<int> wanted, given;
     for (int e = 0; e < kLocal; ++e) {
       const int expert = owner * kLocal + e, size = ranks[owner].sizes[e];
-      wanted.push_back(blocks(asked[expert]));
+      wanted.push_back(steps(asked[expert]));
       given.push_back(size / kAlignment);
-      expect(blocks(kept[expert]) == given[e], "group_sizes are the padded rows that are kept");
+      expect(steps(kept[expert]) == given[e], "group_sizes are the padded rows that are kept");
       check_fair(asked[expert], kept[expert], size);
     }
     check_fair(wanted, given, capacity / kAlignment);

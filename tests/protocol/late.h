@@ -1,4 +1,4 @@
-// Coops that begin when all others of their rank have ended, as blocks do for which a GPU has no SM before: ops of few
+// Coops that begin when all others of their rank have ended, as CTAs do for which a GPU has no SM before: ops of few
 // tokens end all the same, and give what they always give.
 #pragma once
 

@@ -35,10 +35,10 @@ struct Rounds {
   }
 };
 
-// How many blocks push: an even number, at most `most`, and fewer if each pushes to more peers. More blocks would only
+// How many CTAs push: an even number, at most `most`, and fewer if each pushes to more peers. More CTAs would only
 // delay the product's loads.
-int pushing_blocks(int blocks_times_peers, int ranks, int most) {
-  return std::max(std::min(blocks_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
+int pushing_ctas(int ctas_times_peers, int ranks, int most) {
+  return std::max(std::min(ctas_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
 }
 
 OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
@@ -65,7 +65,7 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
 
 OverlapConfig gather(const ProductShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms / 2 * 2, 2);
-  const int communicating = pushing_blocks(model.gather.most_leaving, shape.ranks, model.sms);
+  const int communicating = pushing_ctas(model.gather.most_leaving, shape.ranks, model.sms);
   const OverlapConfig wide = gather_with(shape, model, 256, communicating);
   const OverlapConfig narrow = gather_with(shape, model, 128, communicating);
   return narrow.microseconds < wide.microseconds ? narrow : wide;
@@ -75,7 +75,7 @@ double pushed_bytes(const ProductShape& shape) {
   return 1.0 * shape.m * shape.n * shape.value_bytes * (shape.op == OpKind::matmul_all_reduce ? 1 : 0.5);
 }
 
-// The plan for two ranks that exchange: all blocks multiply and push.
+// The plan for two ranks that exchange: all CTAs multiply and push.
 OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& model, int block_n) {
   const ExchangeRates& rates = model.exchange;
   const bool is_narrow = block_n == 128;
@@ -96,12 +96,12 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   return config;
 }
 
-// How many blocks fetch and sum. The others are free after the product. If sums are pushed while tiles are still
-// computed, fewer blocks push.
-int communicating_blocks(const ProductShape& shape, const HardwareModel& model, int tiles) {
+// How many CTAs fetch and sum. The others are free after the product. If sums are pushed while tiles are still
+// computed, fewer CTAs push.
+int communicating_ctas(const ProductShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
-  return pushes ? pushing_blocks(model.reduce.most_pushing, shape.ranks, most) : most;
+  return pushes ? pushing_ctas(model.reduce.most_pushing, shape.ranks, most) : most;
 }
 
 OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
@@ -138,7 +138,7 @@ OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
   const bool exchange = shape.ranks == 2 && pushed_bytes(shape) <= most;
   const auto config = [&](int block_n) {
     const int tiles = ceil_div(shape.m, kTileRows) * ceil_div(shape.n, block_n);
-    return reduce_with(shape, model, block_n, exchange ? 0 : communicating_blocks(shape, model, tiles));
+    return reduce_with(shape, model, block_n, exchange ? 0 : communicating_ctas(shape, model, tiles));
   };
   const OverlapConfig narrow = config(128), wide = config(256);
   return narrow.microseconds < wide.microseconds ? narrow : wide;
@@ -163,12 +163,12 @@ OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, i
                                                : reduce_with(shape, model, block_n, communicating);
 }
 
-int OverlapConfig::blocks() const { return std::max(communicating, multiplying); }
+int OverlapConfig::ctas() const { return std::max(communicating, multiplying); }
 
 std::string OverlapConfig::describe() const {
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " +
          std::to_string(communicating) + " + " + std::to_string(multiplying) +
-         (split_k ? " blocks, two a tile, expected " : " blocks, expected ") +
+         (split_k ? " CTAs, two a tile, expected " : " CTAs, expected ") +
          std::to_string(static_cast<int>(microseconds)) + " us";
 }
 

@@ -19,25 +19,25 @@ struct ProductShape {
 ProductShape shape_of(const GatherMatmulArgs& args, int ranks);
 ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
 
-// A launch has blocks() blocks, the larger of the two numbers, so blocks may have both jobs. In a gather the first
-// `communicating` blocks push rows. In a reduction the last `communicating` blocks fetch and sum; 0: two ranks
-// exchange, and all blocks push their tiles.
+// A launch has ctas() CTAs, the larger of the two numbers, so CTAs may have both jobs. In a gather the first
+// `communicating` CTAs push rows. In a reduction the last `communicating` CTAs fetch and sum; 0: two ranks
+// exchange, and all CTAs push their tiles.
 struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
-  bool split_k;         // two blocks a tile, half of the contraction each
-  int communicating;    // blocks, an even number
-  int multiplying;      // blocks, an even number
+  bool split_k;         // two CTAs a tile, half of the contraction each
+  int communicating;    // CTAs, an even number
+  int multiplying;      // CTAs, an even number
   double microseconds;  // expected
 
-  int blocks() const;
+  int ctas() const;
 
   std::string describe() const;
 };
 
 OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
 
-// The best plan with this block_n and this number of communicating blocks.
+// The best plan with this block_n and this number of communicating CTAs.
 OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
 
 // The order in which pairs of rows of tiles are computed: see gemm::Problem.

@@ -14,13 +14,13 @@ struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;
   Bound* bound;
-  Quotas blocks;  // of the experts
+  Quotas steps;  // of the experts
   int end = -1;
 
   JAX_EP_FN int operator()(int expert) const {
     int rows = 0;
     for (int source = 0; source < sources; ++source) rows += bound->count(counts[source * local_experts + expert]);
-    return smaller(rows, blocks.of(expert) * alignment);
+    return smaller(rows, steps.of(expert) * alignment);
   }
 };
 
@@ -28,10 +28,10 @@ struct BoundedCounts {
 JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   if (op.coop.receiver.empty() || !zeroes_rows(args)) return;
   const int ranks = op.comm.size, local = args.local_experts, alignment = args.alignment, capacity = args.capacity;
-  // With one block beyond the capacity, `end` shows whether rows exceed it.
+  // With one step beyond the capacity, `end` shows whether rows exceed it.
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
-  if (counts.end > capacity) counts.blocks = block_quotas(op.coop, args.counts, ranks, local, alignment, capacity);
+  if (counts.end > capacity) counts.steps = step_quotas(op.coop, args.counts, ranks, local, alignment, capacity);
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 

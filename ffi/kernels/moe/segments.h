@@ -52,14 +52,14 @@ JAX_EP_FN Quotas fair_quotas(int sharers, int room, Sum sum_of) {
   return {level, last_to_fit(sharers, [&](int until) { return sum_of(Quotas{level, until}) <= room; })};
 }
 
-// The quotas of a rank's experts, in blocks of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
-JAX_EP_COLD_FN Quotas block_quotas(Coop coop, const int32_t* counts, int sources, int local_experts, int alignment,
-                                   int capacity) {
+// The quotas of a rank's experts, in steps of `alignment` rows, by `counts` [sources, local_experts]. All lanes call.
+JAX_EP_COLD_FN Quotas step_quotas(Coop coop, const int32_t* counts, int sources, int local_experts, int alignment,
+                                  int capacity) {
   const RowCounts rows_of{counts, sources, local_experts, -1};
-  return fair_quotas(local_experts, capacity / alignment, [&](Quotas blocks) {
+  return fair_quotas(local_experts, capacity / alignment, [&](Quotas steps) {
     int sum = 0;
     for (int e = coop.lane; e < local_experts; e += Coop::lanes)
-      sum += smaller(ceil_div(rows_of(e), alignment), blocks.of(e));
+      sum += smaller(ceil_div(rows_of(e), alignment), steps.of(e));
     return coop.sum(sum);
   });
 }
@@ -132,8 +132,8 @@ JAX_EP_COLD_FN void divide_rows(Coop coop, Overfull over) {
     rows[e] = sum;
   }
   coop.sync();
-  const Quotas blocks = block_quotas(coop, rows, 1, local, over.alignment, over.capacity);
-  const auto rows_of = [&](int e) { return smaller(rows[e], blocks.of(e) * over.alignment); };
+  const Quotas steps = step_quotas(coop, rows, 1, local, over.alignment, over.capacity);
+  const auto rows_of = [&](int e) { return smaller(rows[e], steps.of(e) * over.alignment); };
   for_each_segment(coop, local, over.alignment, rows_of, [&](int e, const Segment& segment) {
     if (e >= local) return;
     divide_segment(over, first + e, segment);

@@ -96,14 +96,14 @@ cudaError_t load_all(const Variants<Kernel>& all) {
 }
 
 template <class... Parameters, class... Arguments>
-cudaError_t start(const Variant<void (*)(Parameters...)>& variant, int blocks, cudaStream_t stream,
+cudaError_t start(const Variant<void (*)(Parameters...)>& variant, int ctas, cudaStream_t stream,
                   const Arguments&... arguments) {
   if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel),
                                                      cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
       error != cudaSuccess)
     return error;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(blocks);
+  launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = variant.shared_bytes;
   launch.stream = stream;

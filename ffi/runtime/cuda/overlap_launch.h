@@ -85,11 +85,11 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   problem.pair_first = product.order.first;
   problem.pair_lead = product.order.lead;
   problem.pair_parts = product.order.parts;
-  // Gathers send from the first blocks, which start first; reductions wait for peers in the last.
+  // Gathers send from the first CTAs, which start first; reductions wait for peers in the last.
   constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
-  const int first = kSends ? 0 : config.blocks() - config.communicating;
+  const int first = kSends ? 0 : config.ctas() - config.communicating;
   const Work<Args> work{comm, args, config.communicating, first, config.block_n};
-  const auto error = gemm::describe_error(gemm::start(*variant, config.blocks(), stream, lhs, rhs, out_map, own,
+  const auto error = gemm::describe_error(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,
                                                       static_cast<void*>(product.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }

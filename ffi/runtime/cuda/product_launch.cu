@@ -85,7 +85,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   x.groups,   x.group_sizes, config.band};
   problem.split_k = config.split_k;
   cudaError_t error = config.swap_ab ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
-  if (error == cudaSuccess) error = start(*variant, config.blocks, stream, maps, problem, product);
+  if (error == cudaSuccess) error = start(*variant, config.ctas, stream, maps, problem, product);
   const auto said = describe_error(error);
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
 }

@@ -30,7 +30,7 @@ gpu::Error Kernel<Format, Args>::start(const LaunchConfig& config, gpu::Stream s
   static_assert(parameter_bytes<Comm, Args, int, int>() <= kMaxParameterBytes);
   const int shared = config.threads / Coop::lanes * config.warp_bytes;
   kernel<Format, Args>
-      <<<config.blocks, config.threads, shared, stream>>>(comm, args, config.senders_per_cta, config.warp_bytes);
+      <<<config.ctas, config.threads, shared, stream>>>(comm, args, config.senders_per_cta, config.warp_bytes);
   return gpu::take_last_error();
 }
 

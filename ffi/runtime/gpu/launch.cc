@@ -13,7 +13,7 @@ HardwareModel model_of(const std::vector<int>& devices) {
   for (const int device : devices) {
     int sms = 0, shared_bytes = 0;
     gpu::check(gpu::sm_count(&sms, device), "asking for the number of SMs");
-    gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a block");
+    gpu::check(gpu::shared_memory(&shared_bytes, device), "asking for the shared memory of a CTA");
     least_sms = std::min(sms, least_sms);
     least_shared = std::min(shared_bytes, least_shared);
   }

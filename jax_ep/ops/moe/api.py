@@ -100,7 +100,7 @@ def dispatch(
         without an expert here hold anything; in a group of one GPU `rows` is `tokens`. With nodes, or R * T >= C,
         rows are expanded, and `indices` is arange(C).
       on_overflow: what happens if a rank would receive more than C rows. "raise": `CapacityError`, and nothing is
-        delivered. "drop": the rank divides its rows among its experts by max-min fairness, in blocks of `alignment`,
+        delivered. "drop": the rank divides its rows among its experts by max-min fairness, in steps of `alignment`,
         and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
         `routing.dropped` counts the assignments without a row.
       nodes: `NodeOptions`: how tokens travel between nodes.

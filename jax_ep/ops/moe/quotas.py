@@ -34,9 +34,9 @@ def fair_quotas(asked: jax.Array, room: jax.Array | int) -> jax.Array:
 
 
 def rows_of_experts(asked: jax.Array, alignment: int, capacity: int) -> jax.Array:
-    """The rows [..., L] that a rank's experts keep of `asked`, by quotas in blocks of `alignment` rows."""
-    blocks = fair_quotas(-(-asked // alignment), capacity // alignment)
-    return jnp.minimum(asked, blocks * alignment)
+    """The rows [..., L] that a rank's experts keep of `asked`, by quotas in steps of `alignment` rows."""
+    steps = fair_quotas(-(-asked // alignment), capacity // alignment)
+    return jnp.minimum(asked, steps * alignment)
 
 
 def rows_of_sources(asked: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
