@@ -29,7 +29,7 @@ JAX_EP_FN Apart<Values, Scales> apart(const Values& values, const Scales& scales
 template <class T>
 struct EncodeApart {
   using Sinks = Apart<LaneTerms<char>, LaneTerms<char>>;
-  using Unit = Message<T, kApartValues>;
+  using Message = jax_ep::Message<T, kApartValues>;
   JAX_EP_FN int message_values() const { return most; }
   JAX_EP_FN int batch_bytes() const { return most * static_cast<int>(sizeof(T)); }
   static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
@@ -40,8 +40,8 @@ struct EncodeApart {
   const int put_values;  // values that leave together: all messages of a stage, or of a row
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Unit& message, const To& sinks, Release release) const {
-    const MessageEncoder<T, Unit> encoder(message, batch);
+  JAX_EP_FN void operator()(const char* batch, const Message& message, const To& sinks, Release release) const {
+    const MessageEncoder<T, Message> encoder(message, batch);
     const int scale_blocks = message.values() / kScaleBlock, first = message.first / kScaleBlock;
     const auto fill_values = [&](char* to) { encoder.store_values(to); };
     const auto fill_scales = [&](char* to) { encoder.store_scales(to); };
@@ -53,7 +53,7 @@ struct EncodeApart {
 
   // Sends the values and scales of several messages when the last of them is encoded.
   template <class To, class Release>
-  JAX_EP_FN void gather(const Unit& message, const MessageEncoder<T, Unit>& encoder, const To& sinks,
+  JAX_EP_FN void gather(const Message& message, const MessageEncoder<T, Message>& encoder, const To& sinks,
                         Release release) const {
     const int begin = message.first / put_values * put_values, at = message.first - begin;
     const int values = smaller(put_values, message.hidden - begin);

@@ -31,8 +31,8 @@ class MessageStream {
     if (!row) return;
     const int most = work_.message_values();
     for (int first = 0; first < hidden_; first += most)
-      work_(row + int64_t{first / most} * work_.batch_bytes(), typename Work::Unit{coop_, hidden_, first, most, false},
-            sinks, [] {});
+      work_(row + int64_t{first / most} * work_.batch_bytes(),
+            typename Work::Message{coop_, hidden_, first, most, false}, sinks, [] {});
   }
   JAX_EP_FN void finish() { stream_.finish(All{this}); }
   // Forgets a row that was begun.
@@ -44,7 +44,7 @@ class MessageStream {
     JAX_EP_FN void operator()(const LaneTerms<const char>&, const typename Work::Sinks& sinks, int) const {
       const int most = self->work_.message_values();
       for (int first = 0; first < self->hidden_; first += most)
-        self->work_(self->stream_.take(), typename Work::Unit{self->coop_, self->hidden_, first, most, true}, sinks,
+        self->work_(self->stream_.take(), typename Work::Message{self->coop_, self->hidden_, first, most, true}, sinks,
                     [&] { self->stream_.release(); });
     }
   };
@@ -62,7 +62,7 @@ constexpr int kWireStageBytes = kWireValues * sizeof(T);
 template <class T>
 struct Encode {
   using Sinks = LaneTerms<char>;
-  using Unit = Message<T>;
+  using Message = jax_ep::Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return kWireStageBytes<T>; }
   static JAX_EP_FN int row_bytes(int hidden) { return hidden * static_cast<int>(sizeof(T)); }
@@ -70,8 +70,8 @@ struct Encode {
   RowWriter& writer;
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& sinks, Release release) const {
-    const MessageEncoder<T, Message<T>> encoder(message, batch);
+  JAX_EP_FN void operator()(const char* batch, const Message& message, const To& sinks, Release release) const {
+    const MessageEncoder<T, Message> encoder(message, batch);
     release();
     writer.put(sinks, wire_offset(message.first), wire_message_bytes(message.values()), [&](char* to) {
       encoder.store_values(to);
@@ -84,7 +84,7 @@ struct Encode {
 template <class T>
 struct Decode {
   using Sinks = LaneTerms<char>;
-  using Unit = Message<T>;
+  using Message = jax_ep::Message<T>;
   static JAX_EP_FN int message_values() { return kWireValues; }
   static JAX_EP_FN int batch_bytes() { return wire_message_bytes(kWireValues); }
   static JAX_EP_FN int row_bytes(int hidden) { return static_cast<int>(wire_bytes(hidden)); }
@@ -92,8 +92,8 @@ struct Decode {
   RowWriter& writer;
 
   template <class To, class Release>
-  JAX_EP_FN void operator()(const char* batch, const Message<T>& message, const To& sinks, Release release) const {
-    typename Message<T>::Values decoded[Message<T>::kPacks];
+  JAX_EP_FN void operator()(const char* batch, const Message& message, const To& sinks, Release release) const {
+    typename Message::Values decoded[Message::kPacks];
     message.for_each_pack([&](int i) {
       if (message.has(i)) message.decode(batch, i, &decoded[i]);
     });
