@@ -91,7 +91,7 @@ class Buffers {
   Config config() const {
     int sms = 0;
     CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-    return plan(product(), sms);
+    return plan_tiles(product(), sms);
   }
   void run(const Config& config) {
     if (const auto error = launch(product(), config, nullptr)) {

@@ -30,9 +30,9 @@ struct Case {
   }
   static HardwareModel hopper() { return hardware_model(132, 232448, 32); }
   OverlapConfig config(int ranks, int block_n, int communicating) const {
-    return plan_with(shape_for(ranks), hopper(), block_n, communicating);
+    return plan_overlap_with(shape_for(ranks), hopper(), block_n, communicating);
   }
-  OverlapConfig choice(int ranks) const { return plan(shape_for(ranks), hopper()); }
+  OverlapConfig choice(int ranks) const { return plan_overlap(shape_for(ranks), hopper()); }
 };
 
 std::vector<Rank> make_ranks(const Case& c, int count) {

@@ -49,7 +49,7 @@ py::dict stages(XLA_FFI_Handler* handler) {
 
 // Whether a product with grouped rows is planned as two halves of its contraction, on a Hopper with `sms` SMs.
 bool splits_contraction(int m, int n, int k, int groups, int sms) {
-  return gemm::plan({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
+  return gemm::plan_tiles({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
 // The stages of each FFI target's handler.

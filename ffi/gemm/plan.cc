@@ -59,7 +59,7 @@ bool should_split(int block_n, int k, int tiles, int sms) {
   return block_n == 128 && k >= kRates.least_split && tiles * kCluster <= sms;
 }
 
-Config plan(const Shape& shape, int sms) {
+Config plan_tiles(const Shape& shape, int sms) {
   const bool is_gated = shape.epilogue == Epilogue::gated;
   if (shape.is_float8) return plan_width(shape, sms, is_gated ? kScaleBlock : kFloat8Columns);
   const bool gathers = shape.gathered != Gathered::none;

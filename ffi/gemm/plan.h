@@ -38,7 +38,7 @@ struct Rates {
 };
 constexpr Rates kRates;
 
-Config plan(const Shape& shape, int sms);
+Config plan_tiles(const Shape& shape, int sms);
 
 // A plan with tiles of fixed height. Only such products can have hooks (loop.h).
 Config plan_fixed(const Shape& shape, int sms);

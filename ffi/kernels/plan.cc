@@ -41,7 +41,7 @@ int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
 
 }  // namespace
 
-LaunchConfig plan(const RowShape& shape, const HardwareModel& model) {
+LaunchConfig plan_rows(const RowShape& shape, const HardwareModel& model) {
   const int most = std::max(1, model.row_sms);
   const int ctas = std::clamp(wanted_ctas(shape, model.rows, most), 1, most);
   const int coops = kRowThreads / model.warp_lanes;

@@ -29,6 +29,6 @@ struct LaunchConfig {
   std::string describe() const;
 };
 
-LaunchConfig plan(const RowShape& shape, const HardwareModel& model);
+LaunchConfig plan_rows(const RowShape& shape, const HardwareModel& model);
 
 }  // namespace jax_ep

@@ -21,7 +21,7 @@ void expect(bool condition, const char* what, const HardwareModel& model, const 
 }
 
 void check_row_plan(const RowShape& shape, const HardwareModel& model) {
-  const LaunchConfig config = plan(shape, model);
+  const LaunchConfig config = plan_rows(shape, model);
   const std::string words = config.describe();
   const int coops = config.threads / model.warp_lanes;
   int pushing = 0;
@@ -45,7 +45,7 @@ void check_row_plans(const HardwareModel& model) {
 }
 
 void check_product_plan(const ProductShape& shape, const HardwareModel& model) {
-  const OverlapConfig config = plan(shape, model);
+  const OverlapConfig config = plan_overlap(shape, model);
   const std::string words = config.describe();
   const bool fits = config.ctas() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
   expect(fits && config.multiplying >= 2, "whole clusters within the SMs", model, words);
@@ -62,7 +62,7 @@ void check_products(const HardwareModel& model) {
           for (const int ranks : {2, 4, 8}) check_product_plan({op, m, n, k, 2, ranks}, model);
         using gemm::Grouping;
         for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
-          const gemm::Config config = gemm::plan({grouping, m, n, k, 8}, model.sms);
+          const gemm::Config config = gemm::plan_tiles({grouping, m, n, k, 8}, model.sms);
           const bool fits = config.ctas >= 2 && config.ctas <= model.sms && config.ctas % gemm::kCluster == 0;
           expect(fits, "whole clusters within the SMs", model, config.describe());
         }
@@ -78,14 +78,14 @@ void check_exchanges() {
   args.m = args.n = args.k = 2048;
   const Signature called = signature_of(args);
   const auto signed_on = [&](const HardwareModel& model, int ranks) {
-    return with_plan(called, plan(shape_of(args, ranks), model));
+    return with_plan(called, plan_overlap(shape_of(args, ranks), model));
   };
   const Signature here = signed_on(whole, 2), there = signed_on(part, 2);
   expect(tag_of(here) == tag_of(signed_on(whole, 2)), "equal devices agree", whole, describe(here));
   expect(tag_of(here) != tag_of(there), "devices of other SMs do not", part, describe(there));
   expect(describe(here).find(", 130 CTAs, tiles 128x") != std::string::npos, "plans are named", whole, describe(here));
   expect(describe(there).find(", 62 CTAs, tiles 128x") != std::string::npos, "plans are named", part, describe(there));
-  OverlapConfig other = plan(shape_of(args, 2), whole);
+  OverlapConfig other = plan_overlap(shape_of(args, 2), whole);
   other.split_k = !other.split_k;
   expect(tag_of(with_plan(called, other)) != tag_of(here), "so are shares of tiles", whole, describe(here));
   expect(tag_of(signed_on(part, 4)) == tag_of(called), "more ranks take tiles in any order", part, describe(called));

@@ -154,11 +154,11 @@ ProductShape shape_of(const MatmulReduceArgs& args, int ranks) {
   return {kind_of(args), args.m, args.n, args.k, size_of(args.dtype), ranks};
 }
 
-OverlapConfig plan(const ProductShape& shape, const HardwareModel& model) {
+OverlapConfig plan_overlap(const ProductShape& shape, const HardwareModel& model) {
   return shape.op == OpKind::all_gather_matmul ? gather(shape, model) : reduce(shape, model);
 }
 
-OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
+OverlapConfig plan_overlap_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
   return shape.op == OpKind::all_gather_matmul ? gather_with(shape, model, block_n, communicating)
                                                : reduce_with(shape, model, block_n, communicating);
 }

@@ -35,10 +35,10 @@ struct OverlapConfig {
   std::string describe() const;
 };
 
-OverlapConfig plan(const ProductShape& shape, const HardwareModel& model);
+OverlapConfig plan_overlap(const ProductShape& shape, const HardwareModel& model);
 
 // The best plan with this block_n and this number of communicating CTAs.
-OverlapConfig plan_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
+OverlapConfig plan_overlap_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
 
 // The order in which pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {

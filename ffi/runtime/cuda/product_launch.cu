@@ -90,9 +90,9 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
 }
 
-Config plan(const Product& x, int sms) {
+Config plan_tiles(const Product& x, int sms) {
   const Product product = oriented(x);
-  return plan({x.grouping, product.m, product.n, x.k, x.groups, x.epilogue, x.is_float8(), x.gathered}, sms);
+  return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.epilogue, x.is_float8(), x.gathered}, sms);
 }
 
 std::optional<std::string> launch(const Product& x, cudaStream_t stream) {
@@ -100,7 +100,7 @@ std::optional<std::string> launch(const Product& x, cudaStream_t stream) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (const auto said = describe_error(error)) return said;
-  return launch(x, plan(x, sms), stream);
+  return launch(x, plan_tiles(x, sms), stream);
 }
 
 cudaError_t load() {

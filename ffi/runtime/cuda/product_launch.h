@@ -15,7 +15,7 @@ namespace jax_ep::gemm {
 std::optional<std::string> launch(const Product& product, const Config& config, cudaStream_t stream);
 
 // How it is laid over the SMs.
-Config plan(const Product& product, int sms);
+Config plan_tiles(const Product& product, int sms);
 
 // As it is planned for the current device.
 std::optional<std::string> launch(const Product& product, cudaStream_t stream);

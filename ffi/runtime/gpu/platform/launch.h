@@ -87,12 +87,13 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   Reached<Args> reached = reach(*group, rank_slot, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
-      const OverlapConfig config = plan(shape_of(args, group->size()), group->model());
+      const OverlapConfig config = plan_overlap(shape_of(args, group->size()), group->model());
       set_signature(&reached.comm, with_plan(reached.comm.signature, config));
       return OverlapKernel<Args>::start(config, call.stream, reached.comm, reached.args);
     } else {
       using Spec = OpSpec<Args>;
-      const LaunchConfig config = plan(RowShape{Spec::kLaunch, group->size(), Spec::work_size(args)}, group->model());
+      const LaunchConfig config =
+          plan_rows(RowShape{Spec::kLaunch, group->size(), Spec::work_size(args)}, group->model());
       const auto error = explain(start_kernel(config, call.stream, reached.comm, reached.args));
       return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
     }
