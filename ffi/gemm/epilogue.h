@@ -65,7 +65,7 @@ template <int kCount, class Memory>
 JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
                            int warp, int lane) {
   static_assert(kCount * 32 * sizeof(float) <= 2 * kOutBytes);
-  const int cta_rank = blockIdx.x % kCluster, peer = 1 - cta_rank;
+  const int cta_in_cluster = blockIdx.x % kCluster, peer = 1 - cta_in_cluster;
   float4* const brought = reinterpret_cast<float4*>(shared.out[warp]) + lane;
   if (lane == 0) {
     ptx::wait_stores_read<0>();
@@ -74,7 +74,7 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   wait_for_data(&shared.swap_empty[warp], parity);
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    const auto at = [&](int j) { return cta_rank == 0 ? d[kCount + i + j] : d[i + j]; };
+    const auto at = [&](int j) { return cta_in_cluster == 0 ? d[kCount + i + j] : d[i + j]; };
     store_at_peer(brought + i / 4 * 32, peer, make_float4(at(0), at(1), at(2), at(3)));
   }
   arrive_with_data(&shared.swap_full[warp], peer);
@@ -82,7 +82,7 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     const float4 other = brought[i / 4 * 32];
-    const auto at = [&](int j) { return cta_rank == 0 ? d[i + j] : d[kCount + i + j]; };
+    const auto at = [&](int j) { return cta_in_cluster == 0 ? d[i + j] : d[kCount + i + j]; };
     half[i] = at(0) + other.x, half[i + 1] = at(1) + other.y;
     half[i + 2] = at(2) + other.z, half[i + 3] = at(3) + other.w;
   }

@@ -199,13 +199,13 @@ JAX_EP_FN void announce_stage(Memory& shared, const PipelineState<Memory::kStage
 template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                               Part cta) {
-  const int cta_rank = blockIdx.x % kCluster, lane = threadIdx.x % 32;
+  const int cta_in_cluster = blockIdx.x % kCluster, lane = threadIdx.x % 32;
   PipelineState<Memory::kStages> at;
   auto taker = Mainloop::taker(shared, source, problem);
-  if (cta_rank == 0) taker.take();
+  if (cta_in_cluster == 0) taker.take();
   auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
-    if (cta_rank == 0) taker.take();
+    if (cta_in_cluster == 0) taker.take();
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) announce_stage(shared, at, lane);
   }
 }

@@ -79,7 +79,7 @@ struct Shared {
 JAX_EP_FN int swizzled(int line, int vec) { return line * kLineBytes + ((vec ^ (line & 7)) << 4); }
 
 // The word that tells wgmma where an operand lies: an address and strides, each in units of 16 bytes and 14 bits wide.
-// In a cluster, a shared address has the CTA's rank in its upper bits, which must not reach the strides.
+// In a cluster, a shared address has the number of the CTA in its upper bits, which must not reach the strides.
 JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
   constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |

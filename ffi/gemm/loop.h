@@ -62,7 +62,7 @@ JAX_EP_FN int stages_of(const Tile& tile) {
 template <class Mainloop, class Memory, class Hooks>
 __device__ void produce(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                         const Hooks& hooks, Part cta) {
-  const int cta_rank = blockIdx.x % kCluster;
+  const int cta_in_cluster = blockIdx.x % kCluster;
   PipelineState<Memory::kStages> at;
   auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
@@ -70,7 +70,7 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
     for (int term = 0; term < Mainloop::Source::kTerms; ++term)
       for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
         wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
-        source.load(shared.stages[at.stage], problem, tile, opened, term, k, cta_rank, &shared.full[at.stage]);
+        source.load(shared.stages[at.stage], problem, tile, opened, term, k, cta_in_cluster, &shared.full[at.stage]);
       }
   }
   producer_tail(shared, at);

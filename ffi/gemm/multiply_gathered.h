@@ -32,10 +32,10 @@ struct WideSource {
     return weights.slices(problem, tile);
   }
   JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, int slices, int /*term*/, int k,
-                      int cta_rank, uint64_t* full) const {
+                      int cta_in_cluster, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, slices * kSliceBytes);
-    weights.load(stage, tile, 0, k, slices, cta_rank, full);
+    weights.load(stage, tile, 0, k, slices, cta_in_cluster, full);
   }
   JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
 };
@@ -56,10 +56,10 @@ struct RightSource {
     return rhs.slices(problem, tile);
   }
   JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, int slices, int /*term*/, int k,
-                      int cta_rank, uint64_t* full) const {
+                      int cta_in_cluster, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, slices * kSliceBytes);
-    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, slices, cta_rank, full);
+    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, slices, cta_in_cluster, full);
   }
   JAX_EP_FN static int rows_of(const Tile& tile) { return tile.row_end - tile.row; }
 };

@@ -35,13 +35,13 @@ class RowTiles {
   }
 
   // Finds the tile of one CTA in a pair. False after the last pair. `pair` must not fall from call to call.
-  JAX_EP_FN bool find(int pair, int cta_rank, RowTile* tile) {
+  JAX_EP_FN bool find(int pair, int cta_in_cluster, RowTile* tile) {
     while (pair - first_ >= tiles_ * columns_) {
       if (group_ == problem_.groups) return false;
       first_ += tiles_ * columns_;
       open_group(group_ + 1);
     }
-    *tile = locate(pair - first_, cta_rank);
+    *tile = locate(pair - first_, cta_in_cluster);
     return true;
   }
 
@@ -57,7 +57,7 @@ class RowTiles {
   }
 
   // Goes down the tiles of a band, then to the next columns. If tiles cannot be equal, the first have one step more.
-  JAX_EP_FN RowTile locate(int i, int cta_rank) const {
+  JAX_EP_FN RowTile locate(int i, int cta_in_cluster) const {
     const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
     const int first = band * problem_.band, count = smaller(problem_.band, tiles_ - first);
     const int tile = first + inside % count, each = steps_ / tiles_, more = steps_ % tiles_;
@@ -67,12 +67,12 @@ class RowTiles {
     result.row_end = row_end_;
     const int steps = each + (tile < more), upper = (steps + 1) / 2, column = inside / count;
     if (split_) {
-      result.row += cta_rank * upper * kRowStep;
-      result.rows = (cta_rank == 0 ? upper : steps - upper) * kRowStep;
+      result.row += cta_in_cluster * upper * kRowStep;
+      result.rows = (cta_in_cluster == 0 ? upper : steps - upper) * kRowStep;
       result.col = column * tile_columns_;
     } else {
       result.rows = steps * kRowStep;
-      result.col = (column * kCluster + cta_rank) * tile_columns_;
+      result.col = (column * kCluster + cta_in_cluster) * tile_columns_;
     }
     result.k_end = group_ < problem_.groups ? problem_.k : 0;
     return result;

@@ -13,7 +13,7 @@ class Schedule {
  public:
   JAX_EP_FN Schedule(const Problem& problem, int block_n, Part cta) : problem_(problem), block_n_(block_n) {
     const int cluster = cta.index / kCluster;
-    cta_rank_ = cta.index % kCluster;
+    cta_in_cluster_ = cta.index % kCluster;
     step_ = cta.count / kCluster;
     next_ = cluster;
     open_group(0);
@@ -72,8 +72,8 @@ class Schedule {
     *tile = tile_;
     const bool stands = upright >= 0;
     tile->common = stands ? Common::rhs : Common::lhs;
-    const int row = stands ? pair_at(first_row / 2 + upright % pairs) * 2 + cta_rank_ : first_row + rows - 1;
-    const int column = first_column + (stands ? upright / pairs : cta_rank_);
+    const int row = stands ? pair_at(first_row / 2 + upright % pairs) * 2 + cta_in_cluster_ : first_row + rows - 1;
+    const int column = first_column + (stands ? upright / pairs : cta_in_cluster_);
     tile->row += row * kBlockM;
     tile->out_col = tile->col = column * block_n_;
     tile->out_end = tile->col + block_n_;
@@ -87,9 +87,9 @@ class Schedule {
     tile->row += tile_pair % rows_ * kBlockM;
     tile->col = tile_pair / rows_ * block_n_;
     const int half = ceil_div(ceil_div(tile_.k_end - tile_.k_begin, kBlockK), 2) * kBlockK;
-    tile->k_begin += cta_rank_ * half;
+    tile->k_begin += cta_in_cluster_ * half;
     tile->k_end = tile->k_begin + half;
-    tile->out_col = tile->col + cta_rank_ * block_n_ / 2;
+    tile->out_col = tile->col + cta_in_cluster_ * block_n_ / 2;
     tile->out_end = tile->out_col + block_n_ / 2;
   }
 
@@ -108,8 +108,8 @@ class Schedule {
 
   const Problem& problem_;
   int block_n_;
-  int next_, step_;                 // in tile pairs
-  int cta_rank_;                    // within the cluster
+  int next_, step_;  // in tile pairs
+  int cta_in_cluster_;
   int first_ = 0, tile_pairs_ = 0;  // of the open group
   int rows_ = 0, columns_ = 0;      // of tiles of the open group
   int start_ = 0;                   // where the next group starts

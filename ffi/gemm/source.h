@@ -23,9 +23,9 @@ namespace jax_ep::gemm {
 // both; if the number is odd, the CTAs take turns to load the odd slice. `once`: nobody reads the slices again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
-                           bool shared, int cta_rank, uint64_t* barrier) {
+                           bool shared, int cta_in_cluster, uint64_t* barrier) {
   const int half = kSlices % 2 ? kSlices / 2 + (k / kBlockK & 1) : kSlices / 2;  // the first of both CTAs'
-  const int begin = shared && cta_rank == 1 ? half : 0, end = shared && cta_rank == 0 ? half : kSlices;
+  const int begin = shared && cta_in_cluster == 1 ? half : 0, end = shared && cta_in_cluster == 0 ? half : kSlices;
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
     if (slice < begin || slice >= end || slice >= wanted) continue;
@@ -61,11 +61,11 @@ struct OneMatrix {
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
     return kHasEdges<kBlockN> ? slices_in(problem.n - tile.col, kBlockN / kSlice) : kBlockN / kSlice;
   }
-  JAX_EP_FN void load(char* to, const Problem& problem, const Tile& tile, int k, int wanted, int cta_rank,
+  JAX_EP_FN void load(char* to, const Problem& problem, const Tile& tile, int k, int wanted, int cta_in_cluster,
                       uint64_t* full) const {
     const int matrix = problem.grouping == Grouping::m_grouped ? tile.group : 0;
     load_slices<kMn, kBlockN / kSlice>(to, map, tile.col, k, matrix, wanted, /*once=*/problem.m <= kBlockM,
-                                       tile.common == Common::rhs, cta_rank, full);
+                                       tile.common == Common::rhs, cta_in_cluster, full);
   }
 };
 
@@ -79,7 +79,7 @@ struct GateAndUpBlocks {
       : gate(maps.rhs), up(maps.second_rhs), up_column(product.second_column()) {}
 
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const { return tile.col < problem.n ? 4 : 0; }
-  JAX_EP_FN void load(char* to, const Problem& /*problem*/, const Tile& tile, int k, int wanted, int cta_rank,
+  JAX_EP_FN void load(char* to, const Problem& /*problem*/, const Tile& tile, int k, int wanted, int cta_in_cluster,
                       uint64_t* full) const {
     if (wanted == 0) return;
 #pragma unroll
@@ -89,7 +89,7 @@ struct GateAndUpBlocks {
       const Corner at{k, slice % 2 == 0 ? column : up_column + column, tile.group};
       if (tile.common != Common::rhs)
         load_box(to + slice * kSliceBytes, map, at, full);
-      else if (warpgroup == cta_rank)
+      else if (warpgroup == cta_in_cluster)
         load_box_to(0b11, to + slice * kSliceBytes, map, at, full);
     }
   }
@@ -115,12 +115,12 @@ struct TileSource {
     return {hooks.before_tile(tile, lhs), slices_in(tile.row_end - tile.row, kSlicesA), rhs.slices(problem, tile)};
   }
   JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, const Opened& opened, int /*term*/, int k,
-                      int cta_rank, uint64_t* full) const {
+                      int cta_in_cluster, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, (opened.lhs + opened.rhs) * kSliceBytes);
     load_slices<kMnA, kSlicesA>(stage, opened.rows.map, opened.rows.first, k, 0, opened.lhs, /*once=*/false,
-                                tile.common == Common::lhs, cta_rank, full);
-    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, opened.rhs, cta_rank, full);
+                                tile.common == Common::lhs, cta_in_cluster, full);
+    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, opened.rhs, cta_in_cluster, full);
   }
 };
 
@@ -138,9 +138,10 @@ struct SwappedMatrix {
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
     return slices_in(problem.n - tile.col, kSlices);
   }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, int cta_rank, uint64_t* full) const {
+  JAX_EP_FN void load(char* to, const RowTile& tile, int term, int k, int slices, int cta_in_cluster,
+                      uint64_t* full) const {
     load_slices<kMn, kSlices>(to, term == 0 ? maps.rhs : maps.second_rhs, tile.col, k, tile.group, slices,
-                              /*once=*/false, /*shared=*/kWide, cta_rank, full);
+                              /*once=*/false, /*shared=*/kWide, cta_in_cluster, full);
   }
 };
 
@@ -156,9 +157,9 @@ struct SwappedGateAndUp {
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
     return 2 * slices_in(problem.n - tile.col, kPairs);
   }
-  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, int cta_rank,
+  JAX_EP_FN void load(char* to, const RowTile& tile, int /*term*/, int k, int slices, int cta_in_cluster,
                       uint64_t* full) const {
-    const int pair = kWide ? cta_rank : 0, col = tile.col + pair * kSlice;
+    const int pair = kWide ? cta_in_cluster : 0, col = tile.col + pair * kSlice;
     if (2 * pair >= slices) return;
     to += 2 * pair * kSliceBytes;
     load_one(to, maps.rhs, {col, k, tile.group}, full);
@@ -197,13 +198,13 @@ struct SwappedSource {
     return {weights.slices(problem, tile), ceil_div(tile.rows, kSlice)};
   }
   JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, const Opened& opened, int term,
-                      int k, int cta_rank, uint64_t* full) const {
+                      int k, int cta_in_cluster, uint64_t* full) const {
     if (!elect_lane()) return;
     ptx::arrive_expecting(full, (opened.weights + opened.rows) * kSliceBytes);
-    weights.load(stage, tile, term, k, opened.weights, cta_rank, full);
+    weights.load(stage, tile, term, k, opened.weights, cta_in_cluster, full);
     load_slices<false, kRows / kSlice>(stage + Weights::kSlices * kSliceBytes, term == 0 ? maps.lhs : maps.second_lhs,
                                        tile.row, k, 0, opened.rows,
-                                       /*once=*/false, /*shared=*/!Weights::kWide, cta_rank, full);
+                                       /*once=*/false, /*shared=*/!Weights::kWide, cta_in_cluster, full);
   }
 };
 

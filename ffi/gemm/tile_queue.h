@@ -62,13 +62,13 @@ class TakenTiles {
     __syncwarp();
     if (lane_ == 0) arrive_at_peer(&queue_.empty[at_.stage], 0);
     at_.advance();
-    return tiles_.find(pair, cta_rank_, tile);
+    return tiles_.find(pair, cta_in_cluster_, tile);
   }
 
  private:
   TileQueue& queue_;
   RowTiles tiles_;
-  int cta_rank_ = blockIdx.x % kCluster, lane_ = threadIdx.x % 32;
+  int cta_in_cluster_ = blockIdx.x % kCluster, lane_ = threadIdx.x % 32;
   PipelineState<TileQueue::kAhead> at_;
 };
 
