@@ -27,32 +27,32 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
 // 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
 template <class Out>
 JAX_EP_FN void columns_to_shared(char* to, const float* d, int lane) {
-  const int line = lane & 15, half = lane >> 4;
+  const int smem_row = lane & 15, half = lane >> 4;
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair, d += 8)
-    store_matrices(to + swizzled(line, 2 * pair + half), pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}),
+    store_matrices(to + swizzled(smem_row, 2 * pair + half), pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}),
                    pack(d[4], d[5], Out{}), pack(d[6], d[7], Out{}));
 }
 // 16 rows x 32 columns as they are.
 template <>
 JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
-  const int line = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;
+  const int smem_row = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;
 #pragma unroll
   for (int eight = 0; eight < 4; ++eight, d += 4) {
-    *reinterpret_cast<float2*>(to + swizzled(line, 2 * eight + vec) + byte) = make_float2(d[0], d[1]);
-    *reinterpret_cast<float2*>(to + swizzled(line + 8, 2 * eight + vec) + byte) = make_float2(d[2], d[3]);
+    *reinterpret_cast<float2*>(to + swizzled(smem_row, 2 * eight + vec) + byte) = make_float2(d[0], d[1]);
+    *reinterpret_cast<float2*>(to + swizzled(smem_row + 8, 2 * eight + vec) + byte) = make_float2(d[2], d[3]);
   }
 }
 
-// Stores the first `rows` lines and the first `vecs` 16-byte vectors of a strip. For edges, where TMA would write too
+// Stores the first `rows` rows and the first `vecs` 16-byte vectors of a strip. For edges, where TMA would write too
 // much.
-JAX_EP_FN void store_lines(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
+JAX_EP_FN void store_rows(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
   const int vec = lane & 7;
 #pragma unroll
-  for (int line = lane >> 3; line < kOutRows; line += 4)
-    if (line < rows && vec < vecs)
-      *reinterpret_cast<uint4*>(to + line * row_bytes + vec * 16) =
-          *reinterpret_cast<const uint4*>(from + swizzled(line, vec));
+  for (int smem_row = lane >> 3; smem_row < kOutRows; smem_row += 4)
+    if (smem_row < rows && vec < vecs)
+      *reinterpret_cast<uint4*>(to + smem_row * row_bytes + vec * 16) =
+          *reinterpret_cast<const uint4*>(from + swizzled(smem_row, vec));
 }
 
 // Whether half of a warp's sums fit into its buffers.
@@ -104,7 +104,7 @@ struct StoreTile {
   template <int kBlockN>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                        char (*buffers)[kOutBytes], int strip, int lane) const {
-    constexpr int kColumns = kLineBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
+    constexpr int kColumns = kSwizzleBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
     static_assert(kBlockN == 64 || kChunks % kBuffers == 0, "the next tile starts with the buffer that was read first");
     const int row = tile.row + strip * kOutRows, matrix = problem.grouping == Grouping::k_grouped ? tile.group : 0;
     const bool whole = row + kOutRows <= tile.row_end;
@@ -121,8 +121,8 @@ struct StoreTile {
         if (whole) ptx::shared_proxy_fence();
         __syncwarp();
         if (!whole)
-          store_lines(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
-                      (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
+          store_rows(to + col * sizeof(Out), int64_t{problem.n} * sizeof(Out), tile.row_end - row,
+                     (problem.n - col) * int{sizeof(Out)} / 16, buffer, lane);
         else if (lane == 0)
           store_box(map, {col, row, matrix}, buffer);
       }
@@ -135,7 +135,7 @@ struct StoreTile {
 template <class Out, int kBlockN, class Put>
 JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                         char (*buffers)[kOutBytes], int strip, int lane, Put put) {
-  constexpr int kColumns = kLineBytes / sizeof(Out), kValues = 16 / sizeof(Out);
+  constexpr int kColumns = kSwizzleBytes / sizeof(Out), kValues = 16 / sizeof(Out);
   const int row = tile.row + strip * kOutRows;
 #pragma unroll
   for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
@@ -144,33 +144,33 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
     columns_to_shared<Out>(buffer, d + chunk * kColumns / 2, lane);
     __syncwarp();
 #pragma unroll
-    for (int line = lane >> 3; line < kOutRows; line += 4)
-      if (row + line < tile.row_end && column < problem.n)
-        put(row + line, column, *reinterpret_cast<const uint4*>(buffer + swizzled(line, lane & 7)));
+    for (int smem_row = lane >> 3; smem_row < kOutRows; smem_row += 4)
+      if (row + smem_row < tile.row_end && column < problem.n)
+        put(row + smem_row, column, *reinterpret_cast<const uint4*>(buffer + swizzled(smem_row, lane & 7)));
   }
 }
 
-// With swapped operands, results leave in chunks of 64 rows by one line of columns, through two buffers of each
+// With swapped operands, results leave in chunks of 64 rows by kSwizzleBytes of columns, through two buffers of each
 // warpgroup.
-constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kLineBytes;
+constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kSwizzleBytes;
 constexpr int kRowSlices = kMaxRows / kSlice;
 template <class Memory>
 JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
   return shared.out[warpgroup * kWarpgroup][0];
 }
 
-// A warp's 16 columns of 16 rows, rounded and transposed: lines of `to` are rows. `d` has four values for each 8 rows:
-// two of column lane / 4, two of column lane / 4 + 8.
+// A warp's 16 columns of 16 rows, rounded and transposed: rows in shared memory are rows of the result. `d` has four
+// values for each 8 rows: two of column lane / 4, two of column lane / 4 + 8.
 template <class Out>
-JAX_EP_FN void rows_to_shared(char* to, int line, int column, const float* d, int lane) {
+JAX_EP_FN void rows_to_shared(char* to, int smem_row, int column, const float* d, int lane) {
   if constexpr (sizeof(Out) == 2) {
-    store_transposed(to + swizzled(line + (lane >> 4) * 8 + (lane & 7), column / 8 + (lane >> 3 & 1)),
+    store_transposed(to + swizzled(smem_row + (lane >> 4) * 8 + (lane & 7), column / 8 + (lane >> 3 & 1)),
                      pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}), pack(d[4], d[5], Out{}),
                      pack(d[6], d[7], Out{}));
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const int row = line + i / 4 * 8 + (lane & 3) * 2 + i % 2, at = column + lane / 4 + i / 2 % 2 * 8;
+      const int row = smem_row + i / 4 * 8 + (lane & 3) * 2 + i % 2, at = column + lane / 4 + i / 2 % 2 * 8;
       *reinterpret_cast<float*>(to + swizzled(row, at / 4) + at % 4 * 4) = d[i];
     }
   }
@@ -180,21 +180,22 @@ JAX_EP_FN void rows_to_shared(char* to, int line, int column, const float* d, in
 template <class Out>
 JAX_EP_FN void chunk_to_shared(char* buffer, int column, const float* d, int lane) {
 #pragma unroll
-  for (int line = 0; line < kChunkRows; line += 16) rows_to_shared<Out>(buffer, line, column, d + line / 2, lane);
+  for (int smem_row = 0; smem_row < kChunkRows; smem_row += 16)
+    rows_to_shared<Out>(buffer, smem_row, column, d + smem_row / 2, lane);
 }
 
-// Stores a warp's part of a chunk, which lies at `from`: 16 rows from `row` on by a line of columns from `col` on.
-// `matrix` has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA
+// Stores a warp's part of a chunk, which lies at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col`
+// on. `matrix` has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA
 // stores, unless it would write too much; TMA itself stops at the end of the matrix' rows.
 template <class Out>
 JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {
-  constexpr int kColumns = kLineBytes / sizeof(Out);
+  constexpr int kColumns = kSwizzleBytes / sizeof(Out);
   if (row >= row_end || col >= col_end) return;
   const bool cut = col + kColumns > col_end && columns > col_end;
   if (row + kOutRows > row_end || cut)
-    store_lines(reinterpret_cast<char*>(matrix + int64_t{row} * columns + col), int64_t{columns} * sizeof(Out),
-                row_end - row, (col_end - col) * int{sizeof(Out)} / 16, from, lane);
+    store_rows(reinterpret_cast<char*>(matrix + int64_t{row} * columns + col), int64_t{columns} * sizeof(Out),
+               row_end - row, (col_end - col) * int{sizeof(Out)} / 16, from, lane);
   else if (lane == 0)
     store_box(map, {col, row, 0}, from);
 }
@@ -207,7 +208,7 @@ template <class Out, int kRows, class Memory>
 JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
                              const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& chunks, int warp,
                              int lane) {
-  constexpr int kColumns = kLineBytes / sizeof(Out);
+  constexpr int kColumns = kSwizzleBytes / sizeof(Out);
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
   char* const buffers = chunks_of(shared, warpgroup);
 #pragma unroll
@@ -221,9 +222,9 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
     if (column >= 0 && column < kColumns) chunk_to_shared<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-    const int line = warp % kWarpgroup * kOutRows;
-    store_strip(map, static_cast<Out*>(matrix), columns, tile.row + first + line, row_end, col + part, col_end,
-                buffer + line * kLineBytes, lane);
+    const int smem_row = warp % kWarpgroup * kOutRows;
+    store_strip(map, static_cast<Out*>(matrix), columns, tile.row + first + smem_row, row_end, col + part, col_end,
+                buffer + smem_row * kSwizzleBytes, lane);
     if (lane == 0) ptx::commit_stores();
   }
 }

@@ -43,10 +43,10 @@ struct StoreGated {
       const int vec = threadIdx.x % 8, col = tile.col + vec * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int line = half * kChunkRows / 2 + threadIdx.x / 8, row = tile.row + first + line;
+        const int smem_row = half * kChunkRows / 2 + threadIdx.x / 8, row = tile.row + first + smem_row;
         if (row >= row_end || col >= problem.n) continue;
-        const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(line, vec));
-        const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(line, vec));
+        const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(smem_row, vec));
+        const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(smem_row, vec));
         T* const out = static_cast<T*>(product.result) + int64_t{row} * problem.n + col;
         *reinterpret_cast<uint4*>(out) = gated<kActivation, Pair>(of_gate, of_up);
       }
@@ -86,8 +86,8 @@ struct StoreGated {
   // Stores a warp's 16 rows of its warpgroup's product, which lies in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
                       int lane) const {
-    const int line = warp % kWarpgroup * kOutRows, row = tile.row + first + line;
-    const char* const from = own + line * kLineBytes;
+    const int smem_row = warp % kWarpgroup * kOutRows, row = tile.row + first + smem_row;
+    const char* const from = own + smem_row * kSwizzleBytes;
     if (warp < kWarpgroup)
       store_strip(maps.first_product, static_cast<T*>(product.first_product), product.columns, row, row_end, tile.col,
                   problem.n, from, lane);
@@ -156,8 +156,9 @@ struct StoreGatedFloat8 {
     ptx::sync_some(1, kConsumers);
 #pragma unroll
     for (int i = 0; i < 2 * kHalves; ++i) {
-      const int line = i / 2 * kSlice + first + i % 2 * 8, row = tile.row + line;
-      const uint32_t bits = max(uint32_t{shared.more().largest[0][line]}, uint32_t{shared.more().largest[1][line]});
+      const int smem_row = i / 2 * kSlice + first + i % 2 * 8, row = tile.row + smem_row;
+      const uint32_t bits =
+          max(uint32_t{shared.more().largest[0][smem_row]}, uint32_t{shared.more().largest[1][smem_row]});
       const float largest = __uint_as_float(bits << 16);
       const float factor = factor_for(largest);
       if (warpgroup == 0 && lane % 4 == 0 && row < tile.row_end)
@@ -165,15 +166,15 @@ struct StoreGatedFloat8 {
 #pragma unroll
       for (int pair = 0; pair < GatedPairs::kPairs; ++pair) {
         const int column = warpgroup * kSlice + pair * 8 + lane % 4 * 2;
-        *reinterpret_cast<uint16_t*>(quantized + swizzled(line, column / 16) + column % 16) =
+        *reinterpret_cast<uint16_t*>(quantized + swizzled(smem_row, column / 16) + column % 16) =
             scaled_to_float8(made[i / 2].pairs[i % 2][pair], factor);
       }
     }
     ptx::sync_some(1, kConsumers);
-    const int line = warp * kOutRows, row = tile.row + line;
+    const int smem_row = warp * kOutRows, row = tile.row + smem_row;
     if (row < tile.row_end)
-      store_lines(values + int64_t{row} * problem.n + tile.col, problem.n, tile.row_end - row, kScaleBlock / 16,
-                  quantized + line * kLineBytes, lane);
+      store_rows(values + int64_t{row} * problem.n + tile.col, problem.n, tile.row_end - row, kScaleBlock / 16,
+                 quantized + smem_row * kSwizzleBytes, lane);
   }
 };
 

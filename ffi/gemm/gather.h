@@ -4,8 +4,8 @@
 // Each of these warps fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma
 // and announces the stage. The CTAs of a cluster share the other operand by multicast, never the gathered one.
 //
-// Lines past the end of a group are rows of the next group, as with TMA. Their products are not stored. If the
-// contraction is gathered, the consumers zero such lines (multiply.h).
+// Rows past the end of a group are rows of the next group, as with TMA. Their products are not stored. If the
+// contraction is gathered, the consumers zero such rows (multiply.h).
 #pragma once
 
 #include "comm/platform/ptx/bulk.h"
@@ -19,9 +19,9 @@
 namespace jax_ep::gemm {
 
 constexpr int kGatherWarps = 2;
-constexpr int kLineVecs = kLineBytes / 16;
-constexpr int kLinesAtOnce = 32 / kLineVecs;        // of a warp
-constexpr int kLaneLines = kSlice / kLinesAtOnce;   // of a slice: a lane copies 16 bytes of each
+constexpr int kSwizzleVecs = kSwizzleBytes / 16;
+constexpr int kRowsAtOnce = 32 / kSwizzleVecs;      // of a warp
+constexpr int kLaneRows = kSlice / kRowsAtOnce;     // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
 // The matrix of the gathered operand.
@@ -61,17 +61,17 @@ struct GatheredMemory : Base {
   }
 };
 
-// Where the rows of a slice's 64 lines begin. Each lane has two.
+// Where the 64 rows of a slice begin in the matrix. Each lane has two.
 struct FoundRows {
-  uint32_t rows[2];  // lines lane and lane + 32: in vectors from the start of the matrix, or kNoRow
-  bool has_nans;     // whether any line of the slice is NaN
+  uint32_t rows[2];  // number lane and lane + 32: in vectors from the start of the matrix, or kNoRow
+  bool has_nans;     // whether any row of the slice is NaN
 
-  // Starts to load the rows of lines, from indices[first] on. The compiler does not move the loads. find() waits.
+  // Starts to load the indices of the rows, from indices[first] on. The compiler does not move the loads. find() waits.
   JAX_EP_FN void read(const Gathering& from, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int line = first + i * 32 + lane;
-      rows[i] = line < from.count ? load_here(from.indices + line) : kZeroIndex;
+      const int at = first + i * 32 + lane;
+      rows[i] = at < from.count ? load_here(from.indices + at) : kZeroIndex;
     }
   }
   JAX_EP_FN void find(const Gathering& from) {
@@ -80,14 +80,14 @@ struct FoundRows {
     for (uint32_t& row : rows) row = row < static_cast<uint32_t>(from.rows) ? row * (from.columns / 8) : kNoRow;
   }
 
-  // Hands the rows to the gathering warps, through shared memory. The rows are the lines of `stage`.
+  // Hands the rows to the gathering warps, through shared memory, for `stage`.
   template <class Memory>
   JAX_EP_FN void put(Memory& shared, int stage, int lane) const {
     uint32_t* const to = reinterpret_cast<uint32_t*>(shared.rows[stage]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int line = i * 32 + lane;
-      to[line % kLinesAtOnce * kLaneLines + line / kLinesAtOnce] = rows[i];
+      const int row = i * 32 + lane;
+      to[row % kRowsAtOnce * kLaneRows + row / kRowsAtOnce] = rows[i];
     }
     if (lane == 0) shared.has_nans[stage] = has_nans;
     __syncwarp();
@@ -95,58 +95,58 @@ struct FoundRows {
   }
 };
 
-// The rows of the lines of which a lane copies 16 bytes: line lane / 8 and every fourth line after it.
+// The rows of which a lane copies 16 bytes: row lane / 8 of a slice and every fourth row after it.
 struct LaneRows {
-  uint32_t rows[kLaneLines];
+  uint32_t rows[kLaneRows];
   bool has_nans;
 
   JAX_EP_FN void take(const FoundRows& found, int lane) {
     has_nans = found.has_nans;
 #pragma unroll
-    for (int j = 0; j < kLaneLines; ++j)
-      rows[j] = __shfl_sync(~0u, found.rows[j * kLinesAtOnce / 32], lane / kLineVecs + j * kLinesAtOnce % 32);
+    for (int j = 0; j < kLaneRows; ++j)
+      rows[j] = __shfl_sync(~0u, found.rows[j * kRowsAtOnce / 32], lane / kSwizzleVecs + j * kRowsAtOnce % 32);
   }
   template <class Memory>
   JAX_EP_FN void take(const Memory& shared, int stage, int lane) {
     has_nans = shared.has_nans[stage];
 #pragma unroll
-    for (int i = 0; i < kLaneLines; i += 4) {
-      const uint4 four = shared.rows[stage][(lane / kLineVecs * kLaneLines + i) / 4];
+    for (int i = 0; i < kLaneRows; i += 4) {
+      const uint4 four = shared.rows[stage][(lane / kSwizzleVecs * kLaneRows + i) / 4];
       rows[i] = four.x, rows[i + 1] = four.y, rows[i + 2] = four.z, rows[i + 3] = four.w;
     }
   }
 
-  // Copies 64 columns from `column` on, of the first `lines` lines, a multiple of 16. Columns past the last become
-  // zeros. Line i is row indices[first + i].
-  JAX_EP_FN void copy(char* to, const Gathering& from, int first, int lines, int column, int lane) const {
-    const int vec = lane % kLineVecs, at = column + vec * 8;
+  // Copies 64 columns from `column` on, of the first `count` rows, a multiple of 16. Columns past the last become
+  // zeros. Row i is row indices[first + i] of the matrix.
+  JAX_EP_FN void copy(char* to, const Gathering& from, int first, int count, int column, int lane) const {
+    const int vec = lane % kSwizzleVecs, at = column + vec * 8;
     const char* const columns = from.matrix + int64_t{at} * 2;
     const bool outside = at >= from.columns;
-    const uint32_t even = ptx::shared_address(to + swizzled(lane / kLineVecs, vec)),
-                   odd = ptx::shared_address(to + swizzled(lane / kLineVecs + kLinesAtOnce, vec));
-    copy_lines<0>(even, odd, columns, outside);
-    if (lines > 16) copy_lines<4>(even, odd, columns, outside);
-    if (lines > 32) copy_lines<8>(even, odd, columns, outside);
-    if (lines > 48) copy_lines<12>(even, odd, columns, outside);
-    if (has_nans) put_nans(to, from, first, lines, lane);
+    const uint32_t even = ptx::shared_address(to + swizzled(lane / kSwizzleVecs, vec)),
+                   odd = ptx::shared_address(to + swizzled(lane / kSwizzleVecs + kRowsAtOnce, vec));
+    copy_rows<0>(even, odd, columns, outside);
+    if (count > 16) copy_rows<4>(even, odd, columns, outside);
+    if (count > 32) copy_rows<8>(even, odd, columns, outside);
+    if (count > 48) copy_rows<12>(even, odd, columns, outside);
+    if (has_nans) put_nans(to, from, first, count, lane);
   }
 
  private:
   template <int kFirst>
-  JAX_EP_FN void copy_lines(uint32_t even, uint32_t odd, const char* columns, bool outside) const {
-    constexpr int kTwo = 2 * kLinesAtOnce * kLineBytes, kOffset = kFirst / 2 * kTwo;
+  JAX_EP_FN void copy_rows(uint32_t even, uint32_t odd, const char* columns, bool outside) const {
+    constexpr int kTwo = 2 * kRowsAtOnce * kSwizzleBytes, kOffset = kFirst / 2 * kTwo;
     copy_vector<kOffset>(even, columns, rows[kFirst], outside || rows[kFirst] == kNoRow);
     copy_vector<kOffset>(odd, columns, rows[kFirst + 1], outside || rows[kFirst + 1] == kNoRow);
     copy_vector<kOffset + kTwo>(even, columns, rows[kFirst + 2], outside || rows[kFirst + 2] == kNoRow);
     copy_vector<kOffset + kTwo>(odd, columns, rows[kFirst + 3], outside || rows[kFirst + 3] == kNoRow);
   }
-  // Waits for the copies, which wrote zeros into lines of NaN, and overwrites these zeros.
-  JAX_EP_FN static void put_nans(char* to, const Gathering& from, int first, int lines, int lane) {
+  // Waits for the copies, which wrote zeros into rows of NaN, and overwrites these zeros.
+  JAX_EP_FN static void put_nans(char* to, const Gathering& from, int first, int count, int lane) {
     wait_copies();
 #pragma unroll 1
-    for (int line = lane / kLineVecs; line < lines && first + line < from.count; line += kLinesAtOnce)
-      if (from.is_nan(from.indices[first + line]))
-        *reinterpret_cast<uint4*>(to + swizzled(line, lane % kLineVecs)) = make_uint4(~0u, ~0u, ~0u, ~0u);
+    for (int row = lane / kSwizzleVecs; row < count && first + row < from.count; row += kRowsAtOnce)
+      if (from.is_nan(from.indices[first + row]))
+        *reinterpret_cast<uint4*>(to + swizzled(row, lane % kSwizzleVecs)) = make_uint4(~0u, ~0u, ~0u, ~0u);
     __threadfence_block();
   }
 };
@@ -161,7 +161,7 @@ __device__ void gather(Memory& shared, const typename Mainloop::Source& source, 
   PipelineState<Memory::kStages> at;
   auto tiles = Mainloop::tiles(shared, problem, cta);
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
-    const int first = tile.row + warp * kSlice, lines = Source::rows_of(tile) - warp * kSlice;
+    const int first = tile.row + warp * kSlice, count = Source::rows_of(tile) - warp * kSlice;
     LaneRows rows;
     if constexpr (!Source::kGathersContraction) {
       FoundRows found;
@@ -176,11 +176,11 @@ __device__ void gather(Memory& shared, const typename Mainloop::Source& source, 
       }
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage to gather into");
       char* const to = shared.stages[at.stage] + (Source::kGatheredSlice + warp) * kSliceBytes;
-      if (lines > 0) {
+      if (count > 0) {
         if constexpr (Source::kGathersContraction)
           rows.copy(to, from, k, kSlice, first, lane);
         else
-          rows.copy(to, from, first, smaller(lines, kSlice), k, lane);
+          rows.copy(to, from, first, smaller(count, kSlice), k, lane);
       }
       arrive_when_copied(&shared.landed[at.stage]);
     }

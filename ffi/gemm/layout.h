@@ -1,4 +1,4 @@
-// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 lines of 128 bytes. Eight lines
+// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 rows of 128 bytes. Eight rows
 // form an atom. TMA permutes the 16-byte vectors of an atom (the "128-byte swizzle"), and wgmma permutes them back.
 #pragma once
 
@@ -10,9 +10,9 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kLineBytes = 128;  // of the swizzle
-constexpr int kAtomBytes = 8 * kLineBytes;
-constexpr int kSliceBytes = kSlice * kLineBytes;
+constexpr int kSwizzleBytes = 128;  // of a row in shared memory
+constexpr int kAtomBytes = 8 * kSwizzleBytes;
+constexpr int kSliceBytes = kSlice * kSwizzleBytes;
 constexpr int kSlicesA = kBlockM / kSlice;
 constexpr int kMultiplyK = 16;  // what one wgmma contracts
 
@@ -22,8 +22,8 @@ constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kAuxWarps = 3;  // of the producer's warpgroup, whose first warp is the producer
 constexpr int kFirstAuxWarp = kConsumerWarps + 1;
-constexpr int kOutRows = 16;  // of a warp, stored at once: lines of 128 bytes again
-constexpr int kOutBytes = kOutRows * kLineBytes;
+constexpr int kOutRows = 16;  // of a warp, stored at once, kSwizzleBytes of each
+constexpr int kOutBytes = kOutRows * kSwizzleBytes;
 
 // In a tile of 256 columns the warpgroups are cooperative: each has 64 of the rows. Otherwise they ping-pong: they take
 // tiles in turns, so that one stores while the other multiplies.
@@ -52,8 +52,8 @@ JAX_EP_FN Storing storing(int block_n, int tile) {
 template <int kBlockN>
 constexpr bool kHasEdges = kBlockN == 192;
 
-// The number of buffers through which a warp stores a tile, in chunks of one line of columns. Chunks take the buffers
-// in turn, so the chunks of a tile must be a multiple of this number.
+// The number of buffers through which a warp stores a tile, in chunks of kSwizzleBytes of columns. Chunks take the
+// buffers in turn, so the chunks of a tile must be a multiple of this number.
 template <int kBlockN>
 constexpr int kOutBuffers = kBlockN == 192 ? 3 : 2;
 
@@ -75,8 +75,8 @@ struct Shared {
   Aux aux;
 };
 
-// Where the 16-byte vector of a line lies.
-JAX_EP_FN int swizzled(int line, int vec) { return line * kLineBytes + ((vec ^ (line & 7)) << 4); }
+// Where a 16-byte vector of a row in shared memory lies.
+JAX_EP_FN int swizzled(int smem_row, int vec) { return smem_row * kSwizzleBytes + ((vec ^ (smem_row & 7)) << 4); }
 
 // The word that tells wgmma where an operand lies: an address and strides, each in units of 16 bytes and 14 bits wide.
 // In a cluster, a shared address has the number of the CTA in its upper bits, which must not reach the strides.
@@ -87,7 +87,7 @@ JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes,
 }
 static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "it leaks into the strides");
 
-// The descriptor of an operand whose first slice starts at `slice`. kMn: lines run along the rows of the operand (m or
+// The descriptor of an operand whose first slice starts at `slice`. kMn: the operand is contiguous along its rows (m or
 // n), not along the contraction; then the two strides lead to the next slice and the next atom.
 template <bool kMn>
 JAX_EP_FN uint64_t describe(const char* slice) {
@@ -96,6 +96,6 @@ JAX_EP_FN uint64_t describe(const char* slice) {
 
 // From one step of the contraction to the next.
 template <bool kMn>
-constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kLineBytes : kMultiplyK * 2) >> 4;
+constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kSwizzleBytes : kMultiplyK * 2) >> 4;
 
 }  // namespace jax_ep::gemm

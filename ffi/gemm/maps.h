@@ -5,7 +5,7 @@
 
 namespace jax_ep::gemm {
 
-// Maps of operands have boxes of 64 lines, a slice; maps of results have boxes of 16 lines, a warp's rows. A map is set
+// Maps of operands have boxes of 64 rows, a slice; maps of results have boxes of 16 rows, those of a warp. A map is set
 // if the product has the array.
 struct Maps {
   CUtensorMap lhs, second_lhs, rhs, second_rhs, result, first_product, second_product;

@@ -13,15 +13,15 @@ namespace jax_ep::gemm {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Zeroes lines of a stage inside which the contraction of a group ends: from `valid` up to the end of a multiply. These
-// lines belong to the next group.
+// Zeroes rows of a stage inside which the contraction of a group ends: from `valid` up to the end of a multiply. These
+// rows belong to the next group.
 template <int kBlockN>
-JAX_EP_FN void zero_lines(char* stage, int valid) {
-  constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kLineBytes / 16;
+JAX_EP_FN void zero_rows(char* stage, int valid) {
+  constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kSwizzleBytes / 16;
   static_assert((kMultiplyK - 1) * kVecs <= kThreads, "a thread zeroes one vector of a slice");
   const int thread = threadIdx.x % kThreads, vecs = (ceil_div(valid, kMultiplyK) * kMultiplyK - valid) * kVecs;
   if (vecs == 0) return;
-  char* const first = stage + valid * kLineBytes + thread * 16;
+  char* const first = stage + valid * kSwizzleBytes + thread * 16;
 #pragma unroll
   for (int slice = 0; slice < Shared<kBlockN>::kSlices; ++slice)
     if (thread < vecs) *reinterpret_cast<uint4*>(first + slice * kSliceBytes) = uint4{};
@@ -68,7 +68,7 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
                             PipelineState<Memory::kStages>& at, int first_slice) {
   char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
-  zero_lines<kBlockN>(stage, valid);
+  zero_rows<kBlockN>(stage, valid);
   const uint64_t a = describe<true>(stage + first_slice * kSliceBytes);
   const uint64_t b = describe<true>(stage + kSlicesA * kSliceBytes);
   int step = 0;
@@ -122,7 +122,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
   JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int warpgroup) {
     const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
     const bool wanted = first_row < tile.row_end && tile.col < problem.n;
-    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // in zero_lines
+    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // in zero_rows
     return wanted || meets;
   }
 

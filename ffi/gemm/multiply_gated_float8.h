@@ -28,10 +28,10 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
   };
 
   JAX_EP_FN char* values() { return out[0][0]; }
-  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(values() + kBlockM * kLineBytes); }
+  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(values() + kBlockM * kSwizzleBytes); }
   JAX_EP_FN StageScales& scales(int stage) { return more().scales[stage]; }
 };
-static_assert(kBlockM * kLineBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
+static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
 
 // Where the scales of a tile's columns begin, of gate or of up.
 JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, const Tile& tile, int is_up) {

@@ -43,9 +43,9 @@ enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
 // index outside the array is a row of NaN.
 enum class Gathered { none, lhs, rhs };
 
-constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants lines that are multiples of 16 bytes
+constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants rows that are multiples of 16 bytes
 
-// Row-major arrays without gaps. Their dimensions are multiples of kTmaMultiple along lines, in float8 of kScaleBlock
+// Row-major arrays without gaps. Their dimensions are multiples of kTmaMultiple along rows, in float8 of kScaleBlock
 // in n and k. kernels/matmul/product_spec.h says which products there are.
 struct Product {
   Grouping grouping;

@@ -4,7 +4,7 @@
 //   kTerms   the number of pairs of operands whose products add up
 //   open()   says what of a tile there is to load
 //   load()   all lanes of the warp call it when a stage is empty
-// A stage holds kSlicesA slices of the operand whose lines wgmma takes as rows, then the slices of the other operand.
+// A stage holds kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand.
 // multiply_gathered.h has the sources of gathered rows.
 #pragma once
 

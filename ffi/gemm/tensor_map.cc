@@ -6,7 +6,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-constexpr int kLine = 128;
+constexpr int kBoxBytes = 128;  // of a row
 
 // The driver's encoder, found at run time: machines without a GPU have no driver to link with.
 PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
@@ -31,14 +31,14 @@ CUtensorMapDataType map_type(Element element) {
 
 }  // namespace
 
-std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map) {
+std::optional<std::string> describe_boxes(const Matrices& matrices, int rows, CUtensorMap* map) {
   static const PFN_cuTensorMapEncodeTiled_v12000 encode = find_encoder();
   if (!encode) return "the CUDA driver has no cuTensorMapEncodeTiled: it must be of CUDA 12 or newer";
   const cuuint64_t bytes = matrices.element == Element::float32 ? 4 : 2;
-  const cuuint64_t inner = matrices.inner / (matrices.element == Element::float8 ? 2 : 1), line = inner * bytes;
+  const cuuint64_t inner = matrices.inner / (matrices.element == Element::float8 ? 2 : 1), row_bytes = inner * bytes;
   const cuuint64_t sizes[] = {inner, static_cast<cuuint64_t>(matrices.outer), static_cast<cuuint64_t>(matrices.count)};
-  const cuuint64_t strides[] = {line, line * matrices.outer};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(kLine / bytes), static_cast<cuuint32_t>(lines), 1};
+  const cuuint64_t strides[] = {row_bytes, row_bytes * matrices.outer};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(kBoxBytes / bytes), static_cast<cuuint32_t>(rows), 1};
   const cuuint32_t steps[] = {1, 1, 1};
   const CUresult result = encode(map, map_type(matrices.element), 3, const_cast<void*>(matrices.data), sizes, strides,
                                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -46,7 +46,7 @@ std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, C
   if (result == CUDA_SUCCESS) return std::nullopt;
   return "TMA cannot describe [" + std::to_string(matrices.count) + ", " + std::to_string(matrices.outer) + ", " +
          std::to_string(inner) + "] values of " + std::to_string(bytes) +
-         " bytes: lines must be multiples of 16 bytes, the data aligned to 16 (driver error " + std::to_string(result) +
+         " bytes: rows must be multiples of 16 bytes, the data aligned to 16 (driver error " + std::to_string(result) +
          ")";
 }
 

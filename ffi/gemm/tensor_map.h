@@ -17,7 +17,7 @@ struct Matrices {
   int inner, outer, count;
 };
 
-// Describes boxes of `lines` times 128 bytes, swizzled. What lies outside the matrices reads as zero. Returns an error.
-std::optional<std::string> describe_boxes(const Matrices& matrices, int lines, CUtensorMap* map);
+// Describes boxes of `rows` times 128 bytes, swizzled. What lies outside the matrices reads as zero. Returns an error.
+std::optional<std::string> describe_boxes(const Matrices& matrices, int rows, CUtensorMap* map);
 
 }  // namespace jax_ep::gemm

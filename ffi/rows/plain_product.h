@@ -26,8 +26,8 @@ JAX_EP_FN void multiply_rows(const In* a, const Factor& b, Out* out, int rows) {
       float total[kPanel] = {};
       for (int k = 0; k < b.k; ++k) {
         const float left = to_float(a[int64_t{row} * b.k + k]);
-        const In* line = values + k * along_k + first * along_n;
-        for (int column = 0; column < columns; ++column) total[column] += left * to_float(line[column * along_n]);
+        const In* slice = values + k * along_k + first * along_n;
+        for (int column = 0; column < columns; ++column) total[column] += left * to_float(slice[column * along_n]);
       }
       for (int column = 0; column < columns; ++column)
         from_float(total[column], &out[int64_t{row} * b.n + first + column]);

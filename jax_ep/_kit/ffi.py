@@ -23,7 +23,7 @@ from jax_ep.version import __version__
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/signal_pad.h: the size of a signal pad
 MAX_EXPERTS = 4096  # ffi/comm/signal_pad.h: the size of a mailbox
-TMA_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants lines of a multiple of this many 16-bit values
+TMA_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants rows of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
@@ -69,7 +69,7 @@ def library(platform: str) -> ModuleType:
     limits = (library.max_ranks, library.max_experts, library.float8_block, library.tma_multiple)
     here = (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, TMA_MULTIPLE)
     if limits != here:
-        raise PlatformError(f"ranks, experts, float8 block, line multiple: the library has {limits}, Python {here}")
+        raise PlatformError(f"ranks, experts, float8 block, row multiple: the library has {limits}, Python {here}")
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():

@@ -79,7 +79,7 @@ JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
                                                                       ", %" #mn_b "; }"                         \
                : JAX_EP_FIRST_##count(d)                                                                        \
                : "l"(a_tile), "l"(b_tile), "r"(int{add_to_d}), "n"(int{kMnA}), "n"(int{kMnB}))
-// float8 contracts 32, and along lines alone.
+// float8 contracts 32; both operands are contiguous along the contraction.
 #define JAX_EP_WGMMA_FLOAT8(width, count, a, b, add)                                                       \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width \
                "k32.f32.e4m3.e4m3 {" JAX_EP_REGISTERS_##count "}, %" #a ", %" #b ", add, 1, 1; }"          \

@@ -1,4 +1,4 @@
-// The kernels of products. Each product_*.cu has a table of some, a line per kernel; they are compiled in parallel.
+// The kernels of products. Each product_*.cu has a table of some; they are compiled in parallel.
 #pragma once
 
 #include "gemm/maps.h"

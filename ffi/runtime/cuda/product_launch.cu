@@ -18,7 +18,7 @@ std::array<Variants<ProductKernel>, 5> all_kernels() {
 struct Array {
   const char* name;
   Matrices matrices;
-  int lines;  // of a box
+  int box_rows;
   CUtensorMap* map;
 };
 
@@ -56,7 +56,7 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
         Array{"first_product", {x.first_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->first_product},
         Array{"second_product", {x.second_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->second_product}})
     if (array.matrices.data)
-      if (const auto error = describe_boxes(array.matrices, array.lines, array.map))
+      if (const auto error = describe_boxes(array.matrices, array.box_rows, array.map))
         return array.name + (": " + *error);
   return std::nullopt;
 }
