@@ -103,8 +103,8 @@ def _links(library: str) -> str:
 
 def _ask_for_cpu_devices() -> None:
     """Splits the CPU into virtual devices, unless the user already said how many. Harmless where there are GPUs."""
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not chosen and jax.config.values["jax_num_cpu_devices"] < 0:
+    is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not is_set and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
 
 

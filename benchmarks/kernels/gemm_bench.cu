@@ -125,16 +125,16 @@ Case by_contraction(int m, int n, int k, std::vector<int> sizes) {
 // `kind`: how the groups were drawn.
 void time_case(const Case& each, const Cublas& cublas, const char* kind = "", const Config* config = nullptr) {
   Buffers buffers(each, false);
-  const Config chosen = config ? *config : buffers.config();
+  const Config used = config ? *config : buffers.config();
   const auto times = milliseconds_in_turns(kRounds, kLaunches, kRestMs,
-                                           {[&] { buffers.run(chosen); }, [&] { cublas.multiply(buffers); }});
+                                           {[&] { buffers.run(used); }, [&] { cublas.multiply(buffers); }});
   const char* groupings[] = {"dense", "rows", "contraction"};
   std::string name = std::string(groupings[static_cast<int>(each.grouping)]) + " " + std::to_string(each.m) + " x " +
                      std::to_string(each.n) + " x " + std::to_string(each.k);
   if (!each.sizes.empty()) name += ", " + std::to_string(each.groups()) + " " + kind;
   std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name.c_str(),
               each.mn_a() ? "M" : "K", each.mn_b ? "N" : "K", times[0] * 1e3, each.flops() / times[0] / 1e9,
-              each.flops() / times[1] / 1e9, 100 * times[1] / times[0], chosen.describe().c_str());
+              each.flops() / times[1] / 1e9, 100 * times[1] / times[0], used.describe().c_str());
   std::fflush(stdout);
 }
 

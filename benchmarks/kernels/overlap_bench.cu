@@ -179,7 +179,7 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
   return us;
 }
 
-enum class Configs { chosen, bands, ctas, all };
+enum class Configs { planned, bands, ctas, all };
 
 void time_case(const Case& c, const Group& group, Configs configs) {
   const int count = group.size();
@@ -192,8 +192,8 @@ void time_case(const Case& c, const Group& group, Configs configs) {
   Case thin = c;  // hardly a product: a gather still moves its whole rows, so it has few columns instead
   (c.gathers() ? thin.shape.n : thin.shape.k) = 64;
   std::vector<Rank> thin_ranks = make_ranks(thin, count);
-  const OverlapConfig chosen = c.choice(count);
-  const double moving = time_op(thin, group, thin_ranks, thin.config(count, 128, chosen.communicating));
+  const OverlapConfig planned = c.choice(count);
+  const double moving = time_op(thin, group, thin_ranks, thin.config(count, 128, planned.communicating));
   release(thin_ranks);
   const auto print = [&](const char* what, const OverlapConfig& config) {
     const double us = time_op(c, group, ranks, config);
@@ -202,16 +202,16 @@ void time_case(const Case& c, const Group& group, Configs configs) {
                 100 * (product + moving - us) / std::min(product, moving), config.describe().c_str());
     std::fflush(stdout);
   };
-  print("chosen", chosen);
+  print("planned", planned);
   if (configs == Configs::bands)
     for (const int band : {1, 2, 4, 8, 16}) {
-      OverlapConfig config = chosen;
+      OverlapConfig config = planned;
       config.band = band;
       print("", config);
     }
-  if (configs == Configs::ctas && chosen.communicating > 0)
+  if (configs == Configs::ctas && planned.communicating > 0)
     for (const int communicating : {16, 24, 36, 48, 66, 98, 132}) {
-      OverlapConfig config = chosen;
+      OverlapConfig config = planned;
       config.communicating = communicating;
       print("", config);
     }
@@ -289,7 +289,7 @@ int main(int count, char** arguments) {
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
     for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
-    const Configs configs = what == "bands" ? Configs::bands : what == "ctas" ? Configs::ctas : Configs::chosen;
+    const Configs configs = what == "bands" ? Configs::bands : what == "ctas" ? Configs::ctas : Configs::planned;
     for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
     // Shapes of a gather's product; those of the reductions have k and n swapped.
     for (const Shape shape : {Shape{64, 7168, 18432},

@@ -11,7 +11,7 @@
 namespace jax_ep {
 
 // `kRows`: how many rows have packs in flight at once. A lane has 16 packs in flight in all, so fewer rows mean more
-// packs of each row. Chosen with `bench sparse`.
+// packs of each row. Tuned with `bench sparse`.
 template <class In, class Out, int kRows = 4>
 class DirectSum {
  private:

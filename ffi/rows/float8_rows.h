@@ -7,7 +7,7 @@
 
 namespace jax_ep {
 
-// The most values of a message whose values and scales are apart: half a row of 7168. Chosen with `kernels_bench 2`.
+// The most values of a message whose values and scales are apart: half a row of 7168. Tuned with `kernels_bench 2`.
 constexpr int kApartValues = 3584;
 
 // The sinks of a row whose values and scales are apart.

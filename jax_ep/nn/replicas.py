@@ -130,9 +130,9 @@ def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: 
     for i in np.argsort(-loads, kind="stable"):
         kind, load = int(kinds[i]), loads[i]
         moves = [before is None or kind not in before[b] or busy[b] + load > limit for b in range(bins)]
-        chosen = min((len(held[b]) >= room, kind in held[b], moves[b], busy[b], b) for b in range(bins))[-1]
-        held[chosen].append(kind)
-        busy[chosen] += load
+        best = min((len(held[b]) >= room, kind in held[b], moves[b], busy[b], b) for b in range(bins))[-1]
+        held[best].append(kind)
+        busy[best] += load
     return held
 
 

@@ -193,12 +193,12 @@ def gated_product(
     """
     rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
-    chosen = _choose(AUTO, rows.dtype, rows, varying[0], group_sizes)
-    if chosen == "core":
+    product_by = _choose(AUTO, rows.dtype, rows, varying[0], group_sizes)
+    if product_by == "core":
         split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
         by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
     else:
-        by_kernel = chosen == "pallas" and len(rhs) == 2
+        by_kernel = product_by == "pallas" and len(rhs) == 2
     if not by_kernel:
         return composed(rows, group_sizes, *varying)
     options = {"activation": activation, "keep_products": keep_products}
@@ -225,10 +225,10 @@ def _by(
 ) -> Callable[..., Any]:
     """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
-    chosen = _choose(settings, dtype or left.dtype, left, right, group_sizes)
-    if chosen == "core":
+    product_by = _choose(settings, dtype or left.dtype, left, right, group_sizes)
+    if product_by == "core":
         return partial(jax.lax.platform_dependent, cuda=partial(getattr(kernels, name), **options), default=by_xla)
-    if chosen == "xla":
+    if product_by == "xla":
         return by_xla
     call = partial(getattr(pallas, name), precision=settings.precision, **options)
     platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
