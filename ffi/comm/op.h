@@ -13,6 +13,12 @@
 
 namespace jax_ep {
 
+// How long a rank that gives up waits for peers to acknowledge that they write no more. A peer that has begun the op
+// may be in the middle of a row, or its process may just have been taken off the GPU, so it gets longer. On a CPU no
+// result depends on the wait: a process holds its results back until all its ranks have left the op (CpuGroup), and
+// other processes write to staging.
+constexpr uint64_t kGraceNs = kOnCpu ? 100'000'000 : 300'000'000, kBegunGraceNs = kOnCpu ? kGraceNs : 10'000'000'000;
+
 class Op {
  public:
   JAX_EP_FN Op(const Comm& comm, const Coop& coop, OpKind kind)

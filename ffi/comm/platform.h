@@ -13,6 +13,11 @@ constexpr bool kHopper = true;
 #else
 constexpr bool kHopper = false;
 #endif
+#if defined(__CUDACC__) || defined(__HIP__)
+constexpr bool kOnCpu = false;
+#else
+constexpr bool kOnCpu = true;
+#endif
 
 }  // namespace jax_ep
 

@@ -19,9 +19,6 @@
 
 namespace jax_ep {
 
-// How long a rank that gives up waits for peers to acknowledge that they write no more. No result depends on it here: a
-// process holds back its results until all its ranks have left the op (CpuGroup), and other processes write to staging.
-constexpr uint64_t kGraceNs = 100'000'000, kBegunGraceNs = kGraceNs;
 // Packs of a row that one lane has in flight.
 constexpr int kLanePacks = 1, kRowPacks = 1;
 

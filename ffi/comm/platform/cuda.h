@@ -16,11 +16,6 @@
 
 namespace jax_ep {
 
-// How long a rank that gives up waits for peers to acknowledge that they write no more.
-constexpr uint64_t kGraceNs = 300'000'000;
-// How long it waits for a peer that has begun the op. That peer may be in the middle of a row, or its process may just
-// have been taken off the GPU.
-constexpr uint64_t kBegunGraceNs = 10'000'000'000;
 // Packs of a row that a lane has in flight: choices, which kernels_bench 2 times. kRowPacks of all lanes are half a row
 // of 7168 16-bit values.
 constexpr int kLanePacks = 8, kRowPacks = 14;

@@ -14,11 +14,6 @@
 
 namespace jax_ep {
 
-// How long a rank that gives up waits for peers to acknowledge that they write no more.
-constexpr uint64_t kGraceNs = 300'000'000;
-// How long it waits for a peer that has begun the op. That peer may be in the middle of a row, or its process may just
-// have been taken off the GPU.
-constexpr uint64_t kBegunGraceNs = 10'000'000'000;
 // Packs of a row that a lane has in flight: choices, never timed.
 constexpr int kLanePacks = 4, kRowPacks = 4;
 
