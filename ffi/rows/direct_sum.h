@@ -10,6 +10,16 @@
 
 namespace jax_ep {
 
+// Rows of odd sizes: a value per lane at a time. total_at(i) is the sum of value i over the rows.
+template <class Out, class Sinks, class TotalAt>
+JAX_EP_FN void sum_by_value(const Coop& coop, const Sinks& sinks, int width, TotalAt total_at) {
+  for (int first = 0; first < width; first += Coop::lanes) {
+    const int at = smaller(first + coop.lane, width - 1);
+    const float total = total_at(at);
+    for_each_term(sinks, [&](const Term<char>& sink) { from_float(total, reinterpret_cast<Out*>(sink.row) + at); });
+  }
+}
+
 // `kRows`: how many rows have packs in flight at once. A lane has 16 packs in flight in all, so fewer rows mean more
 // packs of each row. Tuned with `bench sparse`.
 template <class In, class Out, int kRows = 4>
@@ -29,7 +39,14 @@ class DirectSum {
   // lanes see the same rows.
   template <class RowOf, class Sinks>
   JAX_EP_FN void sum(int rows, RowOf row_of, int width, const Sinks& sinks, float scale) const {
-    if (Coop::lanes > 1 && !words_) return sum_by_value(rows, row_of, width, sinks, scale);
+    if (Coop::lanes > 1 && !words_) {
+      return sum_by_value<Out>(coop_, sinks, width, [&](int at) {
+        float total = 0;
+        for (int i = 0; i < rows; ++i)
+          if (const In* row = row_of(i)) total += to_float(row[at]);
+        return scale * total;
+      });
+    }
     for (int first = 0; first < width; first += kBatch) {
       float total[kPacks][kPackValues<In>] = {};
       for (int i = 0; i < rows; i += kAhead) {
@@ -47,7 +64,9 @@ class DirectSum {
         for (float& each : total[k]) each *= scale;
         Pack<Out, kPackValues<In>> rounded;
         from_floats(total[k], rounded.values);
-        for_each_sink(sinks, [&](Out* to) { rounded.store(to + at(first, k), width - at(first, k)); });
+        for_each_term(sinks, [&](const Term<char>& sink) {
+          rounded.store(reinterpret_cast<Out*>(sink.row) + at(first, k), width - at(first, k));
+        });
       }
     }
   }
@@ -55,24 +74,6 @@ class DirectSum {
  private:
   // Where a lane's pack lies in a row.
   JAX_EP_FN int at(int first, int pack) const { return first + pack * kValues + coop_.lane * kPackValues<In>; }
-
-  // Rows of odd sizes: a value per lane at a time.
-  template <class RowOf, class Sinks>
-  JAX_EP_FN void sum_by_value(int rows, RowOf row_of, int width, const Sinks& sinks, float scale) const {
-    for (int first = 0; first < width; first += Coop::lanes) {
-      const int at = smaller(first + coop_.lane, width - 1);
-      float total = 0;
-      for (int i = 0; i < rows; ++i)
-        if (const In* row = row_of(i)) total += to_float(row[at]);
-      for_each_sink(sinks, [&](Out* to) { from_float(scale * total, to + at); });
-    }
-  }
-
-  template <class Sinks, class Store>
-  JAX_EP_FN void for_each_sink(const Sinks& sinks, Store store) const {
-    auto walk = sinks.walk();
-    for (char* sink = walk.next().row; sink; sink = walk.next().row) store(reinterpret_cast<Out*>(sink));
-  }
 
   JAX_EP_FN void add(const Pack<In>& pack, float (&total)[kPackValues<In>]) const {
     float values[kPackValues<In>];

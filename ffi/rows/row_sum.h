@@ -123,12 +123,10 @@ class RowSum {
   template <class Terms, class Sinks>
   JAX_EP_FN void sum_directly(const Terms& terms, const Sinks& sinks, int width) {
     if constexpr (Coop::lanes == 1) return sum_alone(terms, sinks, width);
-    if (!words_) return sum_by_value(terms, sinks, width);
+    if (!words_) return sum_values_of(terms, sinks, width);
     for (int first = 0; first < width; first += kDirect) {
       Total total = {};
-      auto walk = terms.walk();
-      for (auto term = walk.next(); term.row; term = walk.next())
-        add(term.row + first, width - first, term.weight, total);
+      for_each_term(terms, [&](const auto& term) { add(term.row + first, width - first, term.weight, total); });
       put(sinks, first, width - first, total);
     }
   }
@@ -141,21 +139,16 @@ class RowSum {
     if (rows.all() && outs.all())
       sum_few_rows<T, T>(rows, outs, width);
     else
-      sum_by_value(terms, sinks, width);
+      sum_values_of(terms, sinks, width);
   }
 
-  // Rows of odd sizes: a value per lane at a time.
   template <class Terms, class Sinks>
-  JAX_EP_FN void sum_by_value(const Terms& terms, const Sinks& sinks, int width) const {
-    for (int first = 0; first < width; first += Coop::lanes) {
-      const int at = smaller(first + coop_.lane, width - 1);
+  JAX_EP_FN void sum_values_of(const Terms& terms, const Sinks& sinks, int width) const {
+    sum_by_value<T>(coop_, sinks, width, [&](int at) {
       float total = 0;
-      auto walk = terms.walk();
-      for (auto term = walk.next(); term.row; term = walk.next()) total += term.weight * to_float(term.row[at]);
-      auto each = sinks.walk();
-      for (char* sink = each.next().row; sink; sink = each.next().row)
-        from_float(total, reinterpret_cast<T*>(sink) + at);
-    }
+      for_each_term(terms, [&](const auto& term) { total += term.weight * to_float(term.row[at]); });
+      return total;
+    });
   }
 
   JAX_EP_FN int at(int pack) const { return (pack * Coop::lanes + coop_.lane) * kPackValues<T>; }

@@ -101,6 +101,13 @@ class Terms {
   LaneTerms<Row> held_;
 };
 
+// Calls visit(term) for each term, in order.
+template <class Terms, class Visit>
+JAX_EP_FN void for_each_term(const Terms& terms, Visit visit) {
+  auto walk = terms.walk();
+  for (auto term = walk.next(); term.row; term = walk.next()) visit(term);
+}
+
 template <class Row, class TermOf>
 JAX_EP_FN Terms<Row, TermOf> terms_of(const Coop& coop, int count, TermOf term_of) {
   return Terms<Row, TermOf>(coop, count, term_of);

@@ -218,9 +218,9 @@ class BulkWriter {
     if (sinks.cached()) {
       if (char* mine = sinks.in_lanes().mine()) ptx::store(mine + offset, from, bytes);
     } else {
-      auto walk = sinks.walk();
-      for (char* sink = walk.next().row; sink; sink = walk.next().row)
-        if (coop_.lane == 0) ptx::store(sink + offset, from, bytes);
+      for_each_term(sinks, [&](const Term<char>& sink) {
+        if (coop_.lane == 0) ptx::store(sink.row + offset, from, bytes);
+      });
     }
   }
   JAX_EP_FN void commit() const { ptx::commit_stores(); }

@@ -6,22 +6,17 @@
 
 namespace jax_ep {
 
-// One row to all its sinks.
-template <class Sink>
-JAX_EP_FN void copy_to_all(const Coop& coop, const char* from, int64_t bytes, int fanout, int item, Sink sink) {
-  for (int first = 0; first < fanout; first += Coop::lanes) {
-    char* mine = sink(item, first + coop.lane);
-    for (uint64_t left = coop.ballot(mine != nullptr); left; left &= left - 1)
-      copy_row(coop, coop.from_lane(mine, lowest_bit(left)), from, bytes);
-  }
-}
-
 // Rows one after another, each with all its sinks.
 template <class Next, class Source, class Sink, class After>
 JAX_EP_FN void copy_rows(const Coop& coop, Next next, int64_t bytes, int fanout, Source source, Sink sink,
                          After after) {
   for (int i = next(); i >= 0; i = next()) {
-    if (const char* from = source(i)) copy_to_all(coop, from, bytes, fanout, i, sink);
+    const char* const from = source(i);
+    for (int first = 0; from && first < fanout; first += Coop::lanes) {
+      char* mine = sink(i, first + coop.lane);
+      for (uint64_t left = coop.ballot(mine != nullptr); left; left &= left - 1)
+        copy_row(coop, coop.from_lane(mine, lowest_bit(left)), from, bytes);
+    }
     coop.sync();
     after(i);
   }
@@ -61,8 +56,7 @@ class PlainWriter {
 
   template <class Sinks, class Fill>
   JAX_EP_FN void put(const Sinks& sinks, int64_t offset, int, Fill fill) {
-    auto walk = sinks.walk();
-    for (char* sink = walk.next().row; sink; sink = walk.next().row) fill(sink + offset);
+    for_each_term(sinks, [&](const Term<char>& sink) { fill(sink.row + offset); });
   }
   template <class Sinks, class Fill>
   JAX_EP_FN void put_directly(const Sinks& sinks, int64_t offset, int bytes, Fill fill) {
