@@ -76,6 +76,18 @@ class PushItems {
   uint64_t patience_ns_ = kJoinNs;
 };
 
+// Calls visit(ticket) for this coop's tickets below `count`, until the op has failed. The next ticket is drawn before
+// visit(), which hides its latency.
+template <class Visit>
+JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
+  for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
+    const int ticket = op.take_ticket(asked);
+    if (ticket >= count) return;
+    asked = op.ask_for_ticket();
+    visit(ticket);
+  }
+}
+
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
 // only after it has started the next ones, so that the link stays busy. All lanes call. Pass rows to after() in any
 // order, and to begun() and skipped() in increasing order until the next finish(). `Chunks` has chunks, chunk() and

@@ -61,10 +61,7 @@ class Combine {
     const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count);
     const int parts = parts_of_a_row(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * parts;
     int latest_chunk = -1;
-    for (uint64_t asked = op_.ask_for_ticket(); op_.ok();) {
-      const int ticket = op_.take_ticket(asked);
-      if (ticket >= schedule.chunks * per_chunk) return;
-      asked = op_.ask_for_ticket();
+    for_each_ticket(op_, schedule.chunks * per_chunk, [&](int ticket) {
       const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / parts);
       const Range part = columns(ticket % parts, parts);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the wait for rows
@@ -80,7 +77,7 @@ class Combine {
         if (token + 1 < tokens.end) next = known(token + 1);
         reduce(token, part, now);
       }
-    }
+    });
   }
 
   JAX_EP_FN void complete() {
@@ -109,34 +106,28 @@ class Combine {
   };
 
   // Sends item `index`, unless it is negative, then all items of items.next(), and announces them. Returns false once
-  // the group has failed. The operands of the next item are loaded while the current one is summed.
+  // the group has failed.
   template <class Chunks>
   JAX_EP_FN bool push_from(int index, int parts, PushItems& items, Announcer<Chunks>& announcer) {
-    const auto ask = [&](int index) {
+    const auto load = [&](int index) {
       if (index < 0) return Assigned{};
       const Item item = item_at(index, parts);
       return assigned(item.home, item.token, op_.coop.lane);
     };
-    uint64_t asked = op_.ask_abort();
-    bool raised = false;
-    Assigned mine = ask(index);
-    while (!(raised = op_.take_abort(asked)) && index >= 0) {
+    const auto visit = [&](int index, Assigned mine) {
+      if (index < 0) return;
       const Item item = item_at(index, parts);
-      const int next = items.next();
-      const Assigned nexts = ask(next);
-      asked = op_.ask_abort();
       push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_stolen(index); });
-      index = next;
-      mine = nexts;
-    }
-    if (!raised)
+    };
+    const bool alive = look_ahead(op_, index, [&] { return items.next(); }, load, visit);
+    if (alive)
       rows_.finish();
     else
       rows_.drop();
     if (op_.coop.ballot(row_bound_.broken())) wait_posted();
     row_bound_.report_to_all(op_);
     announcer.finish(rows_);
-    return !raised;
+    return alive;
   }
 
   // If the item was stolen, the thief puts, announces and reports it.

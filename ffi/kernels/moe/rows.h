@@ -117,30 +117,39 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   } while (stolen >= 0);
 }
 
+// Calls visit(item, loaded) for `item`, for the items of next() until one is negative, and for that one too. `loaded`
+// is what load(item) returned. The next item and the abort word are loaded before visit(), which hides their latency.
+// Returns false once the group has failed.
+template <class Next, class Load, class Visit>
+JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit visit) {
+  uint64_t asked = op.ask_abort();
+  auto loaded = load(item);
+  while (!op.take_abort(asked)) {
+    const int following = item < 0 ? -1 : next();
+    const auto its = load(following);
+    asked = op.ask_abort();
+    visit(item, loaded);
+    if (item < 0) return true;
+    item = following;
+    loaded = its;
+  }
+  return false;
+}
+
 // Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the previous token and starts to
-// encode `token`; begin(-1, ...) stores the last. sink.packed() of the next token and the abort word are loaded before
-// begin(), which hides their latency.
+// encode `token`; begin(-1, ...) stores the last.
 template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  const auto ask = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
-  uint64_t asked = op.ask_abort();
-  bool raised;
-  int token = items.next(), mine = ask(token);
-  while (!(raised = op.take_abort(asked))) {
-    const bool more = token >= 0;
-    const int next = more ? items.next() : -1, nexts = ask(next);
-    asked = op.ask_abort();
+  const auto load = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
+  const auto visit = [&](int token, int mine) {
     begin(token, [&](int k) { return k == op.coop.lane || op.coop.lane >= top_k ? mine : sink.packed(token, k); });
     announcer.begun(token, writer);
-    if (!more) break;
-    token = next;
-    mine = nexts;
-  }
-  if (raised) encoder.drop();
+  };
+  if (!look_ahead(op, items.next(), [&] { return items.next(); }, load, visit)) encoder.drop();
   announcer.finish(writer);
 }
 
@@ -153,10 +162,7 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   const int per_chunk = sources * schedule.batches();
   int latest = -1;               // chunk
   uint64_t arrived_sources = 0;  // a bit per source whose latest chunk is here
-  for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
-    const int ticket = op.take_ticket(asked);
-    if (ticket >= schedule.chunks * per_chunk) return;
-    asked = op.ask_for_ticket();
+  for_each_ticket(op, schedule.chunks * per_chunk, [&](int ticket) {
     const int chunk = ticket / per_chunk, batch = ticket % per_chunk / sources;
     const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
     if (chunk != latest) arrived_sources = 0;
@@ -168,7 +174,7 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
       arrived_sources |= uint64_t{1} << source;
     }
     visit(source, schedule.batch(chunk, batch));
-  }
+  });
 }
 
 // The rows of a token here: the first, and how many there are.
