@@ -3,6 +3,10 @@
 // A platform's header provides JAX_EP_FN and JAX_EP_CONSTANT_FN (prefixes of functions), JAX_EP_ROLLED (for a loop with
 // a long body and few turns, which must not be unrolled), loads and stores with memory order, clock_ns, pause, and
 // Coop. A coop runs a kernel together: a warp on a GPU, a thread on the CPU.
+//
+// The compiler of a file decides, not the library that the file is built into. In the library for CUDA a .cu file sees
+// Coops of 32 lanes, and a .cc file, compiled by g++, those of the CPU, because device code does not compile there. So
+// `Coop`, and constants that depend on it, are for kernels and .cu files. Host code asks HardwareModel::warp_lanes.
 #pragma once
 
 namespace jax_ep {
