@@ -7,8 +7,11 @@
 namespace jax_ep {
 
 // The byte that fills an undelivered result. nan: NaN, or -1 in integers. size: 0, because other kernels trust sizes.
-// index: a number below -1, for which an op that takes the indices gives NaN.
+// index: a number below -1, as -1 stands for no row.
 enum class Undelivered : uint8_t { nan = 0xff, size = 0, index = 0x80 };
+
+// Whether an index is of an op that delivered nothing. Ops that take such an index give NaN, not zero.
+JAX_EP_CONSTANT_FN bool is_undelivered(int32_t index) { return index < -1; }
 
 // A result of an op.
 struct Buffer {

@@ -253,7 +253,7 @@ class Combine {
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
     note_received(sources, width * static_cast<int>(sizeof(T)));
-    if (op_.coop.broadcast(known.target) < -1)  // the token's dispatch failed, so the sum is NaN, not zero
+    if (is_undelivered(op_.coop.broadcast(known.target)))
       fill_row(op_.coop, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
       rows_.sum(terms, sink(out), width);

@@ -109,5 +109,6 @@ def _combine_locally(group: Group, rows: jax.Array, routing: Routing, weights: j
     row_of = routing.row_of[0]
     total = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)
     if not stays_in_place(group, routing.config, row_of.size):
-        total = jnp.where(routing.targets[:, :1] < -1, jnp.nan, total)
+        undelivered = routing.targets[:, :1] < -1  # ffi/comm/result.h: is_undelivered
+        total = jnp.where(undelivered, jnp.nan, total)
     return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)
