@@ -1,9 +1,16 @@
 // Epilogues that store sums as they are. A warp moves its part of a finished tile from accumulators through shared
-// memory to the result. StoreTile is for tiles of fixed height, StoreSwapped for swapped operands.
+// memory to the result.
+//
+// An epilogue has store() in the form that its main loop calls:
+//   tiles of fixed height      store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
+//   swapped operands           store(problem, tile, sums, shared, chunks, warp, lane): a warpgroup's part of a tile
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
+#include <utility>
 
 #include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
@@ -23,6 +30,25 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
   const __half2 both = __floats2half2_rn(a, b);
   return reinterpret_cast<const uint32_t&>(both);
 }
+
+template <class Epilogue, int kBlockN, class = void>
+constexpr bool kStoresStrips = false;
+template <class Epilogue, int kBlockN>
+constexpr bool
+    kStoresStrips<Epilogue, kBlockN,
+                  std::void_t<decltype(std::declval<const Epilogue&>().template store<kBlockN>(
+                      std::declval<const Problem&>(), std::declval<const Tile&>(),
+                      std::declval<const float (&)[kBlockN / 2]>(), std::declval<char (*)[kOutBytes]>(), 0, 0))>> =
+        true;
+
+template <class Epilogue, class Sums, class Memory, class = void>
+constexpr bool kStoresTiles = false;
+template <class Epilogue, class Sums, class Memory>
+constexpr bool kStoresTiles<Epilogue, Sums, Memory,
+                            std::void_t<decltype(std::declval<const Epilogue&>().store(
+                                std::declval<const Problem&>(), std::declval<const RowTile&>(),
+                                std::declval<const Sums&>(), std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> =
+    true;
 
 // 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
 template <class Out>

@@ -3,7 +3,7 @@
 // the next tile run while the last one is stored.
 //
 // A kernel is a Mainloop and an Epilogue. A Mainloop has these types and constants
-//   Source            where the operands come from: kTerms, open(), load() (source.h)
+//   Source            where the operands come from (source.h)
 //   Tile              what tiles() yields: Tile (schedule.h) or RowTile (row_schedule.h)
 //   Memory<Aux>       the shared memory of a CTA; Aux is that of the hooks
 //   Accumulators      the sums of a thread, in kAccumulators registers
@@ -18,12 +18,16 @@
 //   store()           hands the sums to the epilogue
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
-// An Epilogue is made of Maps and Product, and has store().
+// An Epilogue has store(), in the form that the Mainloop calls (epilogue.h).
+// Sources and epilogues of product_kernel are made of Maps and Product.
 //
 // Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
 // multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h.
 // runtime/cuda/product_*.cu list the kernels that are compiled.
 #pragma once
+
+#include <type_traits>
+#include <utility>
 
 #include "gemm/maps.h"
 #include "gemm/pipeline.h"
@@ -111,10 +115,25 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
   if (lane == 0) ptx::wait_stores_written<0>();  // before the CTA and its shared memory end
 }
 
+template <class Source, class Tile, class Hooks, class = void>
+constexpr bool kIsSource = false;
+template <class Source, class Tile, class Hooks>
+constexpr bool kIsSource<
+    Source, Tile, Hooks,
+    std::void_t<std::enable_if_t<Source::kTerms >= 1>,
+                decltype(std::declval<const Source&>().load(
+                    std::declval<char*>(), std::declval<const Problem&>(), std::declval<const Tile&>(),
+                    std::declval<const Source&>().open(std::declval<const Problem&>(), std::declval<const Tile&>(),
+                                                       std::declval<const Hooks&>()),
+                    0, 0, 0, std::declval<uint64_t*>()))>> = true;
+
 // All that a CTA does.
 template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
                            const Problem& problem, const Hooks& hooks, Part cta) {
+  static_assert(kIsSource<typename Mainloop::Source, typename Mainloop::Tile, Hooks>,
+                "a source has kTerms, open(problem, tile, hooks), and load(stage, problem, tile, opened, term, k, "
+                "cta_in_cluster, full), where `opened` is what open() returned: see gemm/source.h");
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
   constexpr Registers kWanted = registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>();
   static_assert(kWanted.consumer * kConsumers + kWanted.other * (kThreads - kConsumers) == 168 * kThreads,
@@ -145,6 +164,9 @@ template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,
                    const __grid_constant__ Product product) {
+  static_assert(std::is_constructible_v<typename Mainloop::Source, const Maps&, const Product&> &&
+                    std::is_constructible_v<Epilogue, const Maps&, const Product&>,
+                "a source and an epilogue are made of (maps, product): see gemm/loop.h");
   extern __shared__ __align__(1024) char memory[];
   run_product<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
                         this_cta());

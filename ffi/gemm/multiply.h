@@ -178,6 +178,9 @@ struct TileMainloop : FixedTiles<kBlockN> {
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& swaps, int warp, int lane) {
+    static_assert(kStoresStrips<Epilogue, kBlockN>,
+                  "this epilogue must have store<kBlockN>(problem, tile, sums, "
+                  "buffers, strip, lane): see gemm/epilogue.h");
 #pragma unroll
     for (int part = 0; part < kParts<kBlockN>; ++part) {
       const int strip = strip_of<kBlockN>(part, warp);
