@@ -72,6 +72,9 @@ struct Product {
   void *first_product, *second_product;         // [m, columns], kept. Where columns is 2 n the first has both
 
   JAX_EP_CONSTANT_FN bool is_float8() const { return in == Element::float8; }
+  // Kernels gather the left operand. If the right one is gathered, the kernel swaps the operands, and stores the
+  // transposed product transposed (StoreTransposed).
+  JAX_EP_CONSTANT_FN bool is_transposed() const { return gathered == Gathered::rhs; }
   // Where the second matrix begins in the array that holds it.
   JAX_EP_CONSTANT_FN int second_column() const { return columns - n; }
 };

@@ -22,18 +22,6 @@ struct Array {
   CUtensorMap* map;
 };
 
-// Kernels gather their left operand: of a gathered right one they store the transposed product.
-bool is_transposed(const Product& x) { return x.gathered == Gathered::rhs; }
-Product oriented(const Product& x) {
-  Product product = x;
-  if (is_transposed(x)) {
-    std::swap(product.lhs, product.rhs);
-    std::swap(product.m, product.n);
-    product.columns = product.n;
-  }
-  return product;
-}
-
 std::optional<std::string> describe(const Product& x, Maps* maps) {
   const bool m_grouped = x.grouping == Grouping::m_grouped, k_grouped = x.grouping == Grouping::k_grouped;
   const auto lhs = [&](const void* data) {
@@ -46,8 +34,8 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
   // TMA does not gather, nor store a result of float8.
   const void* const gathered_or_lhs = x.gathered == Gathered::none ? x.lhs : nullptr;
   const void* const out = x.out == Element::float8 ? nullptr : x.result;
-  const Matrices result = is_transposed(x) ? Matrices{out, x.out, x.m, x.groups * x.n, 1}
-                                           : Matrices{out, x.out, x.n, x.m, k_grouped ? x.groups : 1};
+  const Matrices result = x.is_transposed() ? Matrices{out, x.out, x.m, x.groups * x.n, 1}
+                                            : Matrices{out, x.out, x.n, x.m, k_grouped ? x.groups : 1};
   for (const Array& array :
        {Array{"lhs", lhs(gathered_or_lhs), kSlice, &maps->lhs},
         Array{"second_lhs", lhs(x.second_lhs), kSlice, &maps->second_lhs}, Array{"rhs", rhs(x.rhs), kSlice, &maps->rhs},
@@ -59,6 +47,17 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
       if (const auto error = describe_boxes(array.matrices, array.box_rows, array.map))
         return array.name + (": " + *error);
   return std::nullopt;
+}
+
+// The product as its kernel takes it: with the gathered operand on the left.
+Product gathered_left(const Product& x) {
+  Product product = x;
+  if (x.is_transposed()) {
+    std::swap(product.lhs, product.rhs);
+    std::swap(product.m, product.n);
+    product.columns = product.n;
+  }
+  return product;
 }
 
 }  // namespace
@@ -77,7 +76,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
   for (const auto& kernels : all_kernels())
     if (!variant) variant = find(kernels, form);
   if (!variant) return config.describe() + ": " + kNotCompiled;
-  Product product = oriented(x);
+  Product product = gathered_left(x);
   if (x.columns != x.n) product.second_product = x.first_product;  // which has both
   Maps maps;
   if (const auto error = describe(product, &maps)) return error;
@@ -91,7 +90,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
 }
 
 Config plan_tiles(const Product& x, int sms) {
-  const Product product = oriented(x);
+  const Product product = gathered_left(x);
   return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.epilogue, x.is_float8(), x.gathered}, sms);
 }
 
