@@ -27,7 +27,7 @@ struct Config {
   std::string describe() const;
 };
 
-// Rates of a Hopper, measured on an H200.
+// Measured on an H200, and used for every Hopper, as kernels/hardware_model.h says of all rates.
 struct Rates {
   int band = 8;  // pairs of rows of tiles, so that a wave is about square: gemm_bench sweep
   // By gemm_bench sweep. store_columns / k is how many columns are multiplied while 256 columns are stored;
@@ -36,7 +36,7 @@ struct Rates {
   int load_columns = 12;
   int least_split = 1024;  // the least k that two CTAs split: gemm_bench time, products of 64 and 128 rows
 };
-constexpr Rates kRates;
+constexpr Rates kH200;
 
 Config plan_tiles(const Shape& shape, int sms);
 

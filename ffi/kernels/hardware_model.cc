@@ -6,7 +6,7 @@ namespace jax_ep {
 
 HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes) {
   HardwareModel model{sms, 0, shared_bytes, warp_lanes};
-  model.row_sms = std::max(sms * model.rows.sm_percent / 100, 1);
+  model.row_sms = std::max(sms * model.rates.rows.sm_percent / 100, 1);
   return model;
 }
 

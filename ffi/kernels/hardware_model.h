@@ -1,8 +1,9 @@
 // A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h and kernels/matmul/plan.h turn a shape and a HardwareModel into a launch. The rates were fitted on an
-// H200, and every GPU has them. The comment of a rate names the command that measures it again: kernels_bench,
-// gemm_bench and overlap_bench are built from benchmarks/kernels. The rates of products alone are in gemm/plan.h.
+// kernels/plan.h and kernels/matmul/plan.h turn a shape and a HardwareModel into a launch. All rates, kH200 here and
+// gemm::kH200 for products alone, were fitted on an H200, and plans use them for every GPU. On another GPU a plan is
+// valid, but may not be the fastest. The comment of a rate names the command that measures it again: kernels_bench,
+// gemm_bench and overlap_bench are built from benchmarks/kernels.
 #pragma once
 
 namespace jax_ep {
@@ -63,15 +64,20 @@ struct ExchangeRates {
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
+struct Rates {
+  RowRates rows;
+  GatherRates gather;
+  ReduceRates reduce;
+  ExchangeRates exchange;
+};
+constexpr Rates kH200{};
+
 struct HardwareModel {
   int sms;           // that an op may take
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
   int warp_lanes;    // threads of a warp
-  RowRates rows{};
-  GatherRates gather{};
-  ReduceRates reduce{};
-  ExchangeRates exchange{};
+  Rates rates = kH200;
 };
 
 // The model of a device.

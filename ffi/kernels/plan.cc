@@ -15,7 +15,7 @@ namespace {
 // - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
 // - kernels with a RowMover: a ring of three parts of a row.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
-static_assert(RowRates{}.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
+static_assert(kH200.rows.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 
 int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
   const auto* const rule =
@@ -43,10 +43,10 @@ int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
 
 LaunchConfig plan_rows(const RowShape& shape, const HardwareModel& model) {
   const int most = std::max(1, model.row_sms);
-  const int ctas = std::clamp(wanted_ctas(shape, model.rows, most), 1, most);
+  const int ctas = std::clamp(wanted_ctas(shape, model.rates.rows, most), 1, most);
   const int coops = kRowThreads / model.warp_lanes;
   const int warp_bytes = std::min(kWarpBytes, model.shared_bytes / coops / 128 * 128);
-  return {ctas, kRowThreads, std::min(senders(shape, model.rows, ctas, coops), coops), warp_bytes};
+  return {ctas, kRowThreads, std::min(senders(shape, model.rates.rows, ctas, coops), coops), warp_bytes};
 }
 
 std::string LaunchConfig::describe() const {

@@ -42,7 +42,7 @@ int pushing_ctas(int ctas_times_peers, int ranks, int most) {
 }
 
 OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
-  const GatherRates& rates = model.gather;
+  const GatherRates& rates = model.rates.gather;
   const auto& [op, m, n, k, value_bytes, ranks] = shape;
   const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), own = m / ranks / kPairRows;
   OverlapConfig config{};
@@ -65,7 +65,7 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
 
 OverlapConfig gather(const ProductShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms / 2 * 2, 2);
-  const int communicating = pushing_ctas(model.gather.most_leaving, shape.ranks, model.sms);
+  const int communicating = pushing_ctas(model.rates.gather.most_leaving, shape.ranks, model.sms);
   const OverlapConfig wide = gather_with(shape, model, 256, communicating);
   const OverlapConfig narrow = gather_with(shape, model, 128, communicating);
   return narrow.microseconds < wide.microseconds ? narrow : wide;
@@ -77,7 +77,7 @@ double pushed_bytes(const ProductShape& shape) {
 
 // The plan for two ranks that exchange: all CTAs multiply and push.
 OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& model, int block_n) {
-  const ExchangeRates& rates = model.exchange;
+  const ExchangeRates& rates = model.rates.exchange;
   const bool is_narrow = block_n == 128;
   const int rows = ceil_div(shape.m, kTileRows), columns = ceil_div(shape.n, block_n);
   const int most = model.sms - rates.spare_sms;
@@ -87,10 +87,11 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
   const int parts = rows * columns * (config.split_k ? 2 : 1);
   config.multiplying = std::min(most, parts + 1) / 2 * 2;
   config.band =
-      is_narrow ? std::clamp(config.multiplying / columns / 2, 1, model.reduce.most_pairs) : ceil_div(rows, 2);
-  const double rate = model.reduce.flops_per_us * (is_narrow ? model.reduce.narrow : 1) * (config.split_k ? 2 : 1);
+      is_narrow ? std::clamp(config.multiplying / columns / 2, 1, model.rates.reduce.most_pairs) : ceil_div(rows, 2);
+  const double rate =
+      model.rates.reduce.flops_per_us * (is_narrow ? model.rates.reduce.narrow : 1) * (config.split_k ? 2 : 1);
   const double wave =
-      2.0 * kTileRows * block_n * shape.k / rate + (is_narrow ? rates.ping_pong_us : model.reduce.tile_us);
+      2.0 * kTileRows * block_n * shape.k / rate + (is_narrow ? rates.ping_pong_us : model.rates.reduce.tile_us);
   config.microseconds = ceil_div(parts, config.multiplying) * wave + rates.once_us +
                         pushed_bytes(shape) / rates.pushed_per_us * (is_narrow ? rates.narrow_exposed : rates.exposed);
   return config;
@@ -101,12 +102,12 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
 int communicating_ctas(const ProductShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
-  return pushes ? pushing_ctas(model.reduce.most_pushing, shape.ranks, most) : most;
+  return pushes ? pushing_ctas(model.rates.reduce.most_pushing, shape.ranks, most) : most;
 }
 
 OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
   if (communicating == 0) return exchange_with(shape, model, block_n);
-  const ReduceRates& rates = model.reduce;
+  const ReduceRates& rates = model.rates.reduce;
   const int rows = ceil_div(shape.m, kTileRows), columns = ceil_div(shape.n, block_n), tiles = rows * columns;
   OverlapConfig config{};
   config.block_n = block_n;
@@ -134,7 +135,7 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
 OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms, 4);
   const bool sums_all = shape.op == OpKind::matmul_all_reduce;
-  const double most = sums_all ? model.exchange.most_reduced : model.exchange.most_reduce_scattered;
+  const double most = sums_all ? model.rates.exchange.most_reduced : model.rates.exchange.most_reduce_scattered;
   const bool exchange = shape.ranks == 2 && pushed_bytes(shape) <= most;
   const auto config = [&](int block_n) {
     const int tiles = ceil_div(shape.m, kTileRows) * ceil_div(shape.n, block_n);
