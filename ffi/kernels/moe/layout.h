@@ -72,25 +72,37 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
 
 constexpr int kMaxRouters = 16;
 
-// Scratch of routing. A histogram has a bin for each expert, and one for invalid ids. The last three tables exist if
-// rows may be dropped (Overfull).
+// Scratch of routing: tables that follow each other. A histogram has a bin for each expert, and one for invalid ids.
+// The tables from `shifts` on exist if rows may be dropped (Overfull).
 struct RouteScratch {
+  enum Table { kCoopBins, kCtaBins, kFirstRows, kTotals, kNeeded, kShifts, kEnds, kChoiceCounts, kTables };
+
   int32_t* ints;
   int num_experts, ranks;
 
+  JAX_EP_CONSTANT_FN static int64_t ints_before(Table end, int64_t experts, int64_t ranks) {
+    const int64_t bins = experts + 1;
+    const auto ints_of = [&](Table table, int64_t ints) { return table < end ? ints : 0; };
+    return ints_of(kCoopBins, kMaxRouters * kMaxCtaCoops * bins) + ints_of(kCtaBins, kMaxRouters * bins) +
+           ints_of(kFirstRows, experts) + ints_of(kTotals, experts) + ints_of(kNeeded, ranks) +
+           ints_of(kShifts, ranks * experts) + ints_of(kEnds, ranks * experts) +
+           ints_of(kChoiceCounts, ranks * experts);
+  }
+  JAX_EP_FN int32_t* table(Table which) const { return ints + ints_before(which, num_experts, ranks); }
+
   JAX_EP_FN int64_t histogram_ints() const { return num_experts + 1; }
-  JAX_EP_FN int32_t* coop_bins(int coop) const { return ints + coop * histogram_ints(); }  // of the routing CTAs
-  JAX_EP_FN int32_t* cta_bins(int cta) const { return coop_bins(kMaxRouters * kMaxCtaCoops + cta); }
-  JAX_EP_FN int32_t* first_rows() const { return cta_bins(kMaxRouters); }                     // [E] of this rank's part
-  JAX_EP_FN int32_t* totals() const { return first_rows() + num_experts; }                    // [E] rows of all ranks
-  JAX_EP_FN int32_t* needed() const { return totals() + num_experts; }                        // [R] rows
-  JAX_EP_FN int32_t* shifts() const { return needed() + ranks; }                              // [R, E]
-  JAX_EP_FN int32_t* ends() const { return shifts() + int64_t{ranks} * num_experts; }         // [R, E]
-  JAX_EP_FN int32_t* choice_counts() const { return ends() + int64_t{ranks} * num_experts; }  // [R, E]
+  // The histogram of a routing coop, and of a routing CTA.
+  JAX_EP_FN int32_t* coop_bins(int coop) const { return table(kCoopBins) + coop * histogram_ints(); }
+  JAX_EP_FN int32_t* cta_bins(int cta) const { return table(kCtaBins) + cta * histogram_ints(); }
+  JAX_EP_FN int32_t* first_rows() const { return table(kFirstRows); }        // [E] of this rank's part
+  JAX_EP_FN int32_t* totals() const { return table(kTotals); }               // [E] rows of all ranks
+  JAX_EP_FN int32_t* needed() const { return table(kNeeded); }               // [R] rows
+  JAX_EP_FN int32_t* shifts() const { return table(kShifts); }               // [R, E]
+  JAX_EP_FN int32_t* ends() const { return table(kEnds); }                   // [R, E]
+  JAX_EP_FN int32_t* choice_counts() const { return table(kChoiceCounts); }  // [R, E]
 };
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
-  const int64_t histograms = kMaxRouters * (kMaxCtaCoops + 1), tables = drop ? 3 * ranks : 0;
-  return histograms * (num_experts + 1) + (2 + tables) * num_experts + ranks;
+  return RouteScratch::ints_before(drop ? RouteScratch::kTables : RouteScratch::kShifts, num_experts, ranks);
 }
 
 // CTAs that take part in routing.
