@@ -144,7 +144,8 @@ void add_sparse(std::vector<Case>& cases, int ranks) {
     u.ids = Array(integers(kEntries, kRows / 4)).as<int32_t>();
     u.missing = Array(std::vector<int32_t>{0, 0}).as<int32_t>();
     u.indices = indices.as<int32_t>(), u.places = places.as<int32_t>(), u.bounds = bounds.as<int32_t>();
-    u.all_missing = ints(2), u.scratch = ints(bitmap_scratch_ints(kRows));
+    u.all_missing = ints(2), u.coop_counts = ints(kMaxCoops);
+    u.bits = Array(bitmap_words(kRows) * 4).as<uint32_t>(), u.prefix = ints(bitmap_words(kRows));
     SparseReduceArgs r{};
     r.dtype = DType::float32;
     r.entries = kEntries, r.hidden = kHidden, r.capacity = kCapacity, r.places_kept = kCapacity, r.scale = 1;

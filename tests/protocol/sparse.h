@@ -20,7 +20,9 @@ struct SparseRank {
   int32_t missing[2] = {1, 2}, all_missing[2] = {};
   std::vector<int32_t> indices = std::vector<int32_t>(kPlaces), bounds = std::vector<int32_t>(kRanks + 1);
   std::vector<int32_t> places = std::vector<int32_t>(kRanks * kEntries);
-  std::vector<int32_t> scratch = std::vector<int32_t>(bitmap_scratch_ints(kTableRows));
+  std::vector<uint32_t> bits = std::vector<uint32_t>(bitmap_words(kTableRows));
+  std::vector<int32_t> prefix = std::vector<int32_t>(bitmap_words(kTableRows)),
+                       coop_counts = std::vector<int32_t>(kMaxCoops);
   std::vector<float> result = std::vector<float>(kPlaces * kWidth);
   std::vector<Run> runs = std::vector<Run>(kRanks * kPlaces);
   std::vector<int32_t> heads = std::vector<int32_t>(kPlaces), next = ids, list_entries = ids, begins = heads,
@@ -42,7 +44,7 @@ struct SparseRank {
     a.entries = kEntries, a.num_rows = kTableRows, a.capacity = kPlaces, a.sharded = sharded;
     a.ids = ids.data(), a.missing = missing, a.indices = indices.data();
     a.places = places.data(), a.bounds = bounds.data(), a.all_missing = all_missing;
-    a.scratch = scratch.data();
+    a.bits = bits.data(), a.prefix = prefix.data(), a.coop_counts = coop_counts.data();
     return a;
   }
 

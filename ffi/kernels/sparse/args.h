@@ -24,7 +24,9 @@ struct SparseUnionArgs {
   int32_t* places;         // [R, N] of the entries of all ranks
   int32_t* bounds;         // [R + 1] ids below the range of each rank, and all ids
   int32_t* all_missing;    // [2] over all ranks
-  int32_t* scratch;
+  uint32_t* bits;          // a bit per row of the table and one more: whether some rank has the id
+  int32_t* prefix;         // ids below each word of `bits`
+  int32_t* coop_counts;    // [kMaxCoops] ids in each coop's words
 };
 
 // The entries of one rank for one row: the first entry, and their number.
@@ -61,11 +63,7 @@ struct SparseReduceArgs {
 // The most coops of a rank that count ids of sparse_union, for which its scratch is sized.
 constexpr int kMaxCoops = 1024;
 
-// Scratch of sparse_union, in int32: a bit per row of the table and one more, ids below each word, ids per coop.
 JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
-JAX_EP_CONSTANT_FN int64_t bitmap_prefix_offset(int num_rows) { return bitmap_words(num_rows); }
-JAX_EP_CONSTANT_FN int64_t bitmap_counts_offset(int num_rows) { return 2 * int64_t{bitmap_words(num_rows)}; }
-JAX_EP_CONSTANT_FN int64_t bitmap_scratch_ints(int num_rows) { return bitmap_counts_offset(num_rows) + kMaxCoops; }
 
 // The landing of sparse_reduce: a table of where the holders' parts are, by place, then room for parts of every other
 // rank. A sharded result has no landing, as its owners would only wait.
@@ -110,7 +108,9 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
     visit(result("places", Values::int32, ranks, a.entries).for_peers().alike(), &Args::places);
     visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size).alike(), &Args::bounds);
     visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size).alike(), &Args::all_missing);
-    visit(scratch("scratch", Values::int32, bitmap_scratch_ints(a.num_rows)), &Args::scratch);
+    visit(scratch("bits", Values::int32, bitmap_words(a.num_rows)), &Args::bits);
+    visit(scratch("prefix", Values::int32, bitmap_words(a.num_rows)), &Args::prefix);
+    visit(scratch("coop_counts", Values::int32, kMaxCoops), &Args::coop_counts);
   }
 };
 

@@ -21,11 +21,10 @@ class SparseUnion {
   JAX_EP_FN SparseUnion(Op& op, const SparseUnionArgs& args)
       : op_(op),
         args_(args),
-        words_(bitmap_words(args.num_rows)),
-        my_words_(part_of(words_, op.coop.index, op.coop.count)),
-        bits_(reinterpret_cast<uint32_t*>(args.scratch)),
-        prefix_(args.scratch + bitmap_prefix_offset(args.num_rows)),
-        coop_counts_(args.scratch + bitmap_counts_offset(args.num_rows)) {}
+        my_words_(part_of(bitmap_words(args.num_rows), op.coop.index, op.coop.count)),
+        bits_(args.bits),
+        prefix_(args.prefix),
+        coop_counts_(args.coop_counts) {}
 
   JAX_EP_FN void run() {
     op_.enter(Phase::count);
@@ -152,7 +151,6 @@ class SparseUnion {
 
   Op& op_;
   const SparseUnionArgs& args_;
-  const int words_;
   const Range my_words_;
   uint32_t* const bits_;
   int32_t* const prefix_;
