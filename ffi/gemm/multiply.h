@@ -132,14 +132,10 @@ struct TileMainloop : FixedTiles<kBlockN> {
                                    const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {
     const int warpgroup = warp / kWarpgroup;
     if (tile.k_begin >= tile.k_end) {
-#pragma unroll
-      for (auto& part : d)
-#pragma unroll
-        for (float& value : part) value = 0;
+      set_zero(d);
       return pass_turn<kPingPong>(shared, warpgroup, lane);
     }
-#pragma unroll
-    for (auto& part : d) leave_undefined(part);
+    leave_undefined(d);
     const int first_slice = kPingPong ? 0 : warpgroup, begin = tile.k_begin;
     const bool ends_inside = kMnA && kMnB && problem.grouping == Grouping::k_grouped;
     const int end = ends_inside ? tile.k_end - (tile.k_end - begin) % kBlockK : tile.k_end;
@@ -168,8 +164,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
         rest = multiply_rest<In, kBlockN>(d, shared, tile.k_end - end, end == begin, at, first_slice);
     pass_turn<kPingPong>(shared, warpgroup, lane);
     wait_multiplies<0>();
-#pragma unroll
-    for (auto& part : d) settle(part);
+    settle(d);
     if (running >= 0) consumer_release(&shared.empty[running], lane);
     if (kMnA && kMnB && rest >= 0) consumer_release(&shared.empty[rest], lane);
   }

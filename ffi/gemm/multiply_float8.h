@@ -113,8 +113,7 @@ struct Float8Mainloop : FixedTiles<kBlockN> {
   template <class Shared>
   JAX_EP_FN static void accumulate(Accumulators& total, Shared& shared, const Source& source, const Problem& problem,
                                    const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {
-#pragma unroll
-    for (float& value : total) value = 0;
+    set_zero(total);
     const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK);
     const TileScales<kBlockN, Source::kGathers> tile_scales(source.product, problem, tile, warp, lane);
     for (int block = 0; block < blocks; ++block, at.advance()) {

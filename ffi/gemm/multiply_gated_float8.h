@@ -117,10 +117,7 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   JAX_EP_FN static void accumulate(Accumulators& total, GatedFloat8Memory& shared, const Source&, const Problem&,
                                    const Tile& tile, PipelineState<GatedFloat8Memory::kStages>& at, int warp,
                                    int lane) {
-#pragma unroll
-    for (auto& half : total)
-#pragma unroll
-      for (float& value : half) value = 0;
+    set_zero(total);
     const int blocks = ceil_div(tile.k_end - tile.k_begin, kBlockK), row = warp % kWarpgroup * kOutRows;
     const bool has_lower = tile.row + kSlice < tile.row_end;
     for (int block = 0; block < blocks; ++block, at.advance()) {

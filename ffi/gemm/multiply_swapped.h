@@ -65,19 +65,14 @@ struct SwappedMainloop {
                                    const Tile& tile, PipelineState<SwappedMemory::kStages>& at, int warp, int lane) {
     const int k_end = stages_of<Source>(tile) * kBlockK;
     if (k_end == 0) {
-#pragma unroll
-      for (auto& part : d)
-#pragma unroll
-        for (float& value : part) value = 0;
+      set_zero(d);
       return;
     }
-#pragma unroll
-    for (auto& part : d) leave_undefined(part);
+    leave_undefined(d);
     const int running = multiply_rows<In, kRowStep, kMax, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
                                                                                 warp / kWarpgroup, lane);
     wait_multiplies<0>();
-#pragma unroll
-    for (auto& part : d) settle(part);
+    settle(d);
     if (running >= 0) consumer_release(&shared.empty[running], lane);
   }
 

@@ -21,18 +21,29 @@ JAX_EP_FN void wait_multiplies() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps accesses of the accumulators on their side of the multiplies, which the compiler does not know to run on.
-template <int kCount>
-JAX_EP_FN void settle(float (&d)[kCount]) {
+// The accumulators of a thread are an array of floats, or several: one for each part of a tile.
+template <class Sums, class Visit>
+JAX_EP_FN void for_each_sum(Sums& d, Visit visit) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (auto& each : d)
+    if constexpr (std::rank_v<Sums> > 1)
+      for_each_sum(each, visit);
+    else
+      visit(each);
 }
-
+template <class Sums>
+JAX_EP_FN void set_zero(Sums& d) {
+  for_each_sum(d, [](float& sum) { sum = 0; });
+}
+// Keeps accesses of the accumulators on their side of the multiplies, which the compiler does not know to run on.
+template <class Sums>
+JAX_EP_FN void settle(Sums& d) {
+  for_each_sum(d, [](float& sum) { asm volatile("" : "+f"(sum)::"memory"); });
+}
 // For a first multiply that does not add: without it the compiler would carry values from before.
-template <int kCount>
-JAX_EP_FN void leave_undefined(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(d[i]));
+template <class Sums>
+JAX_EP_FN void leave_undefined(Sums& d) {
+  for_each_sum(d, [](float& sum) { asm volatile("" : "=f"(sum)); });
 }
 
 // Text only: lists of registers, each from the one before, and as many operands.
@@ -118,42 +129,5 @@ JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bo
   JAX_EP_WIDTH(240, 120, 120, 121, 122, 123, 124)
   JAX_EP_WIDTH(256, 128, 128, 129, 130, 131, 132)
 }
-
-#undef JAX_EP_WIDTH
-#undef JAX_EP_WGMMA_FLOAT8
-#undef JAX_EP_WGMMA
-#undef JAX_EP_FIRST_128
-#undef JAX_EP_FIRST_120
-#undef JAX_EP_FIRST_112
-#undef JAX_EP_FIRST_104
-#undef JAX_EP_FIRST_96
-#undef JAX_EP_FIRST_88
-#undef JAX_EP_FIRST_80
-#undef JAX_EP_FIRST_72
-#undef JAX_EP_FIRST_64
-#undef JAX_EP_FIRST_56
-#undef JAX_EP_FIRST_48
-#undef JAX_EP_FIRST_40
-#undef JAX_EP_FIRST_32
-#undef JAX_EP_FIRST_24
-#undef JAX_EP_FIRST_16
-#undef JAX_EP_FIRST_8
-#undef JAX_EP_OPERANDS_8
-#undef JAX_EP_REGISTERS_128
-#undef JAX_EP_REGISTERS_120
-#undef JAX_EP_REGISTERS_112
-#undef JAX_EP_REGISTERS_104
-#undef JAX_EP_REGISTERS_96
-#undef JAX_EP_REGISTERS_88
-#undef JAX_EP_REGISTERS_80
-#undef JAX_EP_REGISTERS_72
-#undef JAX_EP_REGISTERS_64
-#undef JAX_EP_REGISTERS_56
-#undef JAX_EP_REGISTERS_48
-#undef JAX_EP_REGISTERS_40
-#undef JAX_EP_REGISTERS_32
-#undef JAX_EP_REGISTERS_24
-#undef JAX_EP_REGISTERS_16
-#undef JAX_EP_REGISTERS_8
 
 }  // namespace jax_ep::gemm
