@@ -1,4 +1,5 @@
-// The parts and ranges that work is divided into. Included by the platforms' headers, after their function prefixes.
+// The parts and ranges that work is divided into, and what lanes learn of each other. Included by the platforms'
+// headers, after their function prefixes.
 #pragma once
 
 namespace jax_ep {
@@ -39,6 +40,11 @@ struct Range {
 JAX_EP_FN Range part_of(int items, int index, int count) {
   return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
 }
+
+// What Coop::match() returns: how many lanes have the same value as this one, before it and in all.
+struct Match {
+  int below, total;
+};
 
 // The most coops of a CTA, on any platform.
 constexpr int kMaxCtaCoops = 8;

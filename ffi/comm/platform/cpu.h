@@ -112,11 +112,6 @@ JAX_EP_FN int count_bits(uint64_t bits) {
 }
 JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
 
-struct Match {
-  int below;  // lanes before this one with the same value
-  int total;  // lanes with the same value
-};
-
 struct Coop {
   Coop(Part all, Part sender, Part receiver)
       : index(all.index), count(all.count), sender(sender), receiver(receiver), cta(all) {}

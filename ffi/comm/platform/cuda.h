@@ -96,11 +96,6 @@ JAX_EP_FN void sync_some(int barrier, int threads) {
 }
 }  // namespace ptx
 
-struct Match {
-  int below;
-  int total;
-};
-
 struct Coop {
   int index;  // among the coops of this rank
   int count;

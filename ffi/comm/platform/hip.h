@@ -70,11 +70,6 @@ JAX_EP_FN void pause(unsigned) { __builtin_amdgcn_s_sleep(1); }
 JAX_EP_FN int count_bits(uint64_t bits) { return __builtin_popcountll(bits); }
 JAX_EP_FN int lowest_bit(uint64_t bits) { return __builtin_ctzll(bits); }
 
-struct Match {
-  int below;
-  int total;
-};
-
 struct Coop {
   int index;  // among the coops of this rank
   int count;
