@@ -1,4 +1,4 @@
-// Activations of gated units, with the bits of jax.nn's on XLA:GPU: every step is rounded to the dtype.
+// Activations of gated units. Every step is rounded to the dtype, so results have the bits of jax.nn on XLA:GPU.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,7 +12,7 @@
 
 namespace jax_ep::gemm {
 
-// Pairs of 16-bit values, which the hardware adds and multiplies at once.
+// The hardware adds and multiplies 16-bit values in pairs.
 JAX_EP_FN float2 widened(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 JAX_EP_FN float2 widened(__half2 x) { return __half22float2(x); }
 JAX_EP_FN __nv_bfloat162 narrowed(float x, float y, __nv_bfloat162) { return __floats2bfloat162_rn(x, y); }
@@ -27,7 +27,7 @@ JAX_EP_FN Pair silu(Pair x) {
   return __hmul2(x, narrowed(reciprocal(sum.x), reciprocal(sum.y), x));
 }
 
-// By tanh.
+// The tanh approximation.
 template <class Pair>
 JAX_EP_FN float gelu(float x) {
   const auto rounded = [](float value) { return widened(narrowed(value, value, Pair{})).x; };

@@ -70,8 +70,7 @@ JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
   }
 }
 
-// Stores the first `rows` rows and the first `vecs` 16-byte vectors of a strip. For edges, where TMA would write too
-// much.
+// Stores the first `rows` rows and `vecs` 16-byte vectors of a strip: for edges, where TMA would write too much.
 JAX_EP_FN void store_rows(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
   const int vec = lane & 7;
 #pragma unroll
@@ -81,7 +80,7 @@ JAX_EP_FN void store_rows(char* to, int64_t row_bytes, int rows, int vecs, const
           *reinterpret_cast<const uint4*>(from + swizzled(smem_row, vec));
 }
 
-// Whether half of a warp's sums fit into its buffers.
+// Whether half of a warp's sums fit into its buffers (swap_halves).
 template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;
 
@@ -115,7 +114,6 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   __syncwarp();
 }
 
-// Rounds to Out.
 template <class Out>
 struct StoreTile {
   static constexpr bool kTransposes = false;
@@ -176,8 +174,7 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
   }
 }
 
-// With swapped operands, results leave in chunks of 64 rows by kSwizzleBytes of columns, through two buffers of each
-// warpgroup.
+// With swapped operands, a warpgroup stores chunks of 64 rows by kSwizzleBytes of columns, through two buffers.
 constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kSwizzleBytes;
 constexpr int kRowSlices = kMaxRows / kSlice;
 template <class Memory>
@@ -202,7 +199,7 @@ JAX_EP_FN void rows_to_shared(char* to, int smem_row, int column, const float* d
   }
 }
 
-// A warp's 16 columns of a chunk. `d` begins with its rows.
+// A warp's 16 columns of a chunk; `d` begins with the chunk's first row.
 template <class Out>
 JAX_EP_FN void chunk_to_shared(char* buffer, int column, const float* d, int lane) {
 #pragma unroll
@@ -255,7 +252,6 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   }
 }
 
-// Rounds to Out.
 template <class Out>
 struct StoreSwapped {
   const CUtensorMap& map;

@@ -1,4 +1,4 @@
-// Epilogues of gated units: activation(rows x gate) * (rows x up). activation.h rounds every step to the dtype.
+// Epilogues of gated units: activation(rows x gate) * (rows x up).
 #pragma once
 
 #include "comm/float8.h"
@@ -8,8 +8,8 @@
 
 namespace jax_ep::gemm {
 
-// Gated units of 16-bit operands. Both warpgroups leave their products in shared memory, rounded. TMA stores the
-// products from there if they are kept, and every thread computes 16 bytes of the unit.
+// Gated units of 16-bit operands. One warpgroup has the sums of gate and the other those of up. Both write them to
+// shared memory, rounded. TMA stores them from there if they are kept, and every thread computes 16 bytes of the unit.
 template <class T, Activation kActivation>
 struct StoreGated {
   static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
@@ -19,8 +19,8 @@ struct StoreGated {
 
   JAX_EP_FN StoreGated(const Maps& maps, const Product& product) : maps(maps), product(product) {}
 
-  // All consumers of a CTA call together. Each warp waits until TMA has read the previous chunk before all threads
-  // meet, so the other buffer is free after the meeting.
+  // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous chunk. So
+  // after the meeting the other buffer is free.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMaxRows / 2], Memory& shared,
                        int& chunks, int warp, int lane) const {
@@ -101,7 +101,7 @@ struct StoreGated {
 // A tile of float8 has kBlockM rows, in two halves. Each warpgroup has 64 columns of gate and 64 of up.
 constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
 
-// What a thread has of a half: pairs of columns of two rows. Neighbouring lanes have neighbouring pairs.
+// A thread's units of a half: pairs of columns of two rows. Neighbouring lanes have neighbouring pairs.
 struct GatedPairs {
   static constexpr int kPairs = kSlice / 8;
   __nv_bfloat162 pairs[2][kPairs];
@@ -115,8 +115,8 @@ struct GatedPairs {
                                     __floats2bfloat162_rn(total[up], total[up + 1]));
     }
   }
-  // The bits of the largest magnitude in the warp's columns of a row. The bits of a NaN are the largest. The four lanes
-  // of a row call together.
+  // The bits of the largest magnitude in the warp's columns of a row; NaN counts as the largest. The four lanes of a
+  // row call together.
   JAX_EP_FN uint32_t largest(int row) const {
     uint32_t both = 0;
 #pragma unroll

@@ -24,7 +24,7 @@ constexpr int kRowsAtOnce = 32 / kSwizzleVecs;      // of a warp
 constexpr int kLaneRows = kSlice / kRowsAtOnce;     // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
-// The matrix of the gathered operand.
+// The matrix whose rows are gathered.
 struct Gathering {
   const char* matrix;
   int rows, columns;  // columns of 16 bits: two values of float8 are one
@@ -66,7 +66,7 @@ struct FoundRows {
   uint32_t rows[2];  // number lane and lane + 32: in vectors from the start of the matrix, or kNoRow
   bool has_nans;     // whether any row of the slice is NaN
 
-  // Starts to load the indices of the rows, from indices[first] on. The compiler does not move the loads. find() waits.
+  // Starts to load the indices of the rows, from indices[first] on. find() waits for them.
   JAX_EP_FN void read(const Gathering& from, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -195,7 +195,7 @@ JAX_EP_FN void announce_stage(Memory& shared, const PipelineState<Memory::kStage
   if (lane == 0) ptx::arrive(&shared.full[at.stage]);
 }
 
-// The announcing warp if rows are gathered. It also takes tiles off the queue.
+// The announcing warp if rows are gathered. In the cluster's first CTA it also takes tiles off the queue.
 template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                               Part cta) {
@@ -210,7 +210,6 @@ __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& s
   }
 }
 
-// The steps of all tiles of a CTA.
 template <class Tiles>
 class Steps {
  public:
@@ -260,7 +259,6 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
   }
 }
 
-// What the three aux warps do.
 template <class Mainloop, class Memory>
 JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                 Part cta, int aux_warp) {

@@ -25,8 +25,8 @@ constexpr int kFirstAuxWarp = kConsumerWarps + 1;
 constexpr int kOutRows = 16;  // of a warp, stored at once, kSwizzleBytes of each
 constexpr int kOutBytes = kOutRows * kSwizzleBytes;
 
-// In a tile of 256 columns the warpgroups are cooperative: each has 64 of the rows. Otherwise they ping-pong: they take
-// tiles in turns, so that one stores while the other multiplies.
+// In a tile of 256 columns each warpgroup has 64 of the rows (CUTLASS: cooperative). In narrower tiles the warpgroups
+// take tiles in turns, so that one stores while the other multiplies (ping-pong).
 JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
 template <int kBlockN>
 constexpr int kParts = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
@@ -47,8 +47,8 @@ JAX_EP_FN Storing storing(int block_n, int tile) {
   return {tile % 2 * kWarpgroup, kWarpgroup, static_cast<uint32_t>(tile) / 2 + 1};
 }
 
-// Whether a tile at the edge of the result or of a group multiplies less than the whole: a part of its rows, or fewer
-// columns, by 64.
+// Whether a tile at the edge of the result or of a group multiplies only the 64 rows, or the columns in steps of 64,
+// that it has.
 template <int kBlockN>
 constexpr bool kHasEdges = kBlockN == 192;
 
@@ -85,7 +85,8 @@ JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes,
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
          (address >> 4 & kField);
 }
-static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024), "it leaks into the strides");
+static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024),
+              "the number of a CTA must not reach the strides");
 
 // The descriptor of an operand whose first slice starts at `slice`. kMn: the operand is contiguous along its rows (m or
 // n), not along the contraction; then the two strides lead to the next slice and the next atom.
@@ -94,7 +95,7 @@ JAX_EP_FN uint64_t describe(const char* slice) {
   return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 
-// From one step of the contraction to the next.
+// What a descriptor grows by from one step of the contraction to the next.
 template <bool kMn>
 constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kSwizzleBytes : kMultiplyK * 2) >> 4;
 

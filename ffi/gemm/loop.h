@@ -53,7 +53,6 @@ struct NoHooks {
   JAX_EP_FN void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
 
-// This CTA among all CTAs of the kernel.
 JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
 
 // How many stages a tile's operands fill. TMA pads the last stage of each term with zeros.
@@ -127,7 +126,6 @@ constexpr bool kIsSource<
                                                        std::declval<const Hooks&>()),
                     0, 0, 0, std::declval<uint64_t*>()))>> = true;
 
-// All that a CTA does.
 template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
                            const Problem& problem, const Hooks& hooks, Part cta) {
@@ -158,8 +156,8 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
   Mainloop::close();
 }
 
-// The maps are a parameter of their own. TMA takes their addresses, so the compiler believes that anything in the same
-// struct may change, and would load it again and again.
+// The maps are a parameter of their own. TMA takes their addresses, so the compiler would load again and again whatever
+// is in the same struct.
 template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,

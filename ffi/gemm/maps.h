@@ -1,4 +1,4 @@
-// How TMA finds the arrays of a product.
+// The tensor maps by which TMA finds the arrays of a product.
 #pragma once
 
 #include <cuda.h>

@@ -83,12 +83,11 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
   return last;
 }
 
-// For tiles of fixed height, which need no queue.
 struct NoTaker {
   JAX_EP_FN static void take() {}
 };
 
-// The base of main loops with tiles of fixed height. The aux warps have nothing to do.
+// The base of main loops with tiles of fixed height: no queue, and nothing for the aux warps to do.
 template <int kBlockN>
 struct FixedTiles {
   using Tile = gemm::Tile;

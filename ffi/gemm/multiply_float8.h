@@ -19,7 +19,7 @@ struct BlockScales {
 };
 
 // Where a thread finds the scales of its part of a tile: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Rows and
-// columns outside the matrices get the scales of the edge. A gathered row outside is zero or NaN with any scale.
+// columns outside the matrices get the scales of the edge. Gathered rows outside are zero or NaN, whatever their scale.
 template <int kBlockN, bool kGathers>
 class TileScales {
  public:
@@ -56,7 +56,7 @@ class TileScales {
   int rows_[2], weights_[kBlockN / kSlice];
 };
 
-// Starts d = a x b of the stage at `at`, when it is full.
+// Waits until the stage at `at` is full, and starts d = a x b of it.
 template <int kBlockN, class Memory>
 JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const PipelineState<Memory::kStages>& at,
                            int warp) {
@@ -72,7 +72,7 @@ JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Pipeli
   commit_multiplies();
 }
 
-// total += d, scaled. The scales are not used before this point, so that the multiplies hide their loads.
+// total += d, scaled. Nothing uses the scales earlier, so the multiplies hide their loads.
 template <int kBlockN>
 JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN / 2], BlockScales<kBlockN>& scales) {
   settle(scales.rows);

@@ -76,8 +76,8 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// The registers of a thread. Each starts with 168. What consumers get depends on their accumulators; the other warps
-// get the rest. Warps that run hooks (loop.h) need more, and so do warps that gather.
+// The registers of a thread, which starts with 168. Consumers take what their accumulators need, and the other warps
+// give it. Warps that run hooks (loop.h) or gather keep more.
 struct Registers {
   int consumer, other;
 };

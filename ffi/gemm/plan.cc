@@ -24,7 +24,7 @@ int columns_lost(const Shape& shape, bool stores_alone) {
   return (stores_alone ? kH200.store_columns / contraction : 0) + kH200.load_columns * (k_grouped ? 2 : 1);
 }
 
-// The time of all tiles of fixed height, in columns of a tile: waves times width.
+// The time of all tiles of fixed height, in columns that a tile multiplies: waves times width.
 int cost_of(const Shape& shape, int sms, int block_n) {
   return ceil_div(tiles_of(shape, block_n), sms) * (block_n + columns_lost(shape, block_n == 256));
 }
@@ -41,13 +41,11 @@ int swapped_cost(const Shape& shape, int sms) {
   return larger(static_cast<int>(all / sms), smaller(shape.m, kMaxRows) + lost);
 }
 
-// Tiles of `tile_columns` columns and no more rows than they need.
 Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
   return {kMaxRows, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
 }
 
-// Tiles of fixed height and this width.
 Config plan_width(const Shape& shape, int sms, int block_n) {
   const int pairs = ceil_div(tiles_of(shape, block_n), kCluster);
   return {block_n, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false};

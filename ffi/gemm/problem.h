@@ -21,7 +21,7 @@ struct Problem {
   int groups;
   const int32_t* group_sizes;
   int band;  // successive tiles stay within this many pairs of rows, for the sake of the L2 cache
-  // Without groups, a collective may want some rows first: `pair_lead` pairs of rows of tiles come first, from
+  // Without groups, a collective may want some rows first. The first `pair_lead` pairs of rows of tiles are those from
   // `pair_first` on. The other pairs are cut into `pair_parts` equal parts, which take turns.
   int pair_first = 0, pair_lead = 0, pair_parts = 1;
   bool split_k = false;  // both CTAs of a cluster take the same tile, half of the contraction each

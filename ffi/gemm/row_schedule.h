@@ -56,7 +56,7 @@ class RowTiles {
     tiles_ = ceil_div(steps_, kMaxRows / kRowStep);
   }
 
-  // Goes down the tiles of a band, then to the next columns. If tiles cannot be equal, the first have one step more.
+  // Walks down the tiles of a band, column by column. If tiles cannot be equal, the first have one step more.
   JAX_EP_FN RowTile locate(int i, int cta_in_cluster) const {
     const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
     const int first = band * problem_.band, count = smaller(problem_.band, tiles_ - first);

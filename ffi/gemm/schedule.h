@@ -1,4 +1,4 @@
-// Which tiles a CTA computes, in which order. Every warp of a CTA walks the same list by itself.
+// Which tiles a CTA computes, in which order. Every warp of a CTA works out the same list.
 //
 // Clusters take tile pairs. The tiles of a pair are on top of each other and share rhs, the larger operand. If a group
 // has an odd number of rows of tiles, pairs of the last row are side by side, so that no tile is wasted.
@@ -62,8 +62,7 @@ class Schedule {
     tile_pairs_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
-  // Goes down the rows of a band in two columns, which have as many tile pairs as the band has rows, then in the next
-  // two.
+  // Walks a band two columns at a time, which hold as many tile pairs as the band has rows.
   JAX_EP_FN void locate(int tile_pair, Tile* tile) const {
     if (problem_.split_k) return locate_split(tile_pair, tile);
     const int band = tile_pair / (problem_.band * columns_), inside = tile_pair - band * problem_.band * columns_;

@@ -18,9 +18,9 @@
 
 namespace jax_ep::gemm {
 
-// Loads this CTA's slices of an operand. Only the first `wanted` slices hold anything. The others are not loaded,
-// because TMA takes time to fill them with zeros. If `shared`, each CTA of the cluster loads half of the slices for
-// both; if the number is odd, the CTAs take turns to load the odd slice. `once`: nobody reads the slices again.
+// Loads the first `wanted` slices of an operand. The others are outside the matrix, and TMA would take time to fill
+// them with zeros. If `shared`, each CTA of the cluster loads half of the slices for both; if their number is odd, the
+// CTAs take turns to load the odd slice. `once`: nobody reads the slices again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int cta_in_cluster, uint64_t* barrier) {
@@ -43,7 +43,7 @@ JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int
 // How many slices of 64 begin before `size`; at most `most`.
 JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
 
-// From where to load lhs's part of a tile, in the coordinates of `map`, which may cover only a part of the product.
+// Where lhs's rows of a tile begin, in the coordinates of `map`, which may cover only a part of the product.
 struct Rows {
   const CUtensorMap& map;
   int first;

@@ -1,4 +1,4 @@
-// Describes arrays to TMA.
+// Makes tensor maps, which describe arrays to TMA.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,8 @@ struct Matrices {
   int inner, outer, count;
 };
 
-// Describes boxes of `rows` times 128 bytes, swizzled. What lies outside the matrices reads as zero. Returns an error.
+// Sets `map` to boxes of `rows` times 128 bytes, swizzled. What lies outside the matrices reads as zero. Returns an
+// error, or nothing.
 std::optional<std::string> describe_boxes(const Matrices& matrices, int rows, CUtensorMap* map);
 
 }  // namespace jax_ep::gemm

@@ -49,13 +49,12 @@ class TileTaker {
   PipelineState<TileQueue::kAhead> at_;
 };
 
-// The tiles of a CTA for one of its warps.
+// The tiles of a CTA, as each of its warps takes them from the queue. next() returns false after the last.
 class TakenTiles {
  public:
   JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns, bool split)
       : queue_(queue), tiles_(problem, tile_columns, split) {}
 
-  // False after the last tile.
   JAX_EP_FN bool next(RowTile* tile) {
     wait_for_data(&queue_.full[at_.stage], at_.parity);
     const int pair = queue_.pair[at_.stage];
@@ -72,7 +71,6 @@ class TakenTiles {
   PipelineState<TileQueue::kAhead> at_;
 };
 
-// The shared memory of a CTA.
 struct SwappedMemory : Shared<kMaxRows> {
   TileQueue queue;
 };

@@ -1,4 +1,4 @@
-// Arithmetic by instructions that C++ has no word for.
+// Arithmetic instructions that C++ does not have.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,27 +9,27 @@
 
 namespace jax_ep::gemm {
 
-// 2^x to within 2 units of the last place; what is subnormal is zero.
+// 2^x to within 2 units of the last place. Subnormal numbers count as zero.
 JAX_EP_FN float exp2_fast(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 / x to within a unit of the last place; what is subnormal is zero.
+// 1 / x to within a unit of the last place. Subnormal numbers count as zero.
 JAX_EP_FN float reciprocal_fast(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// The same, scaled, so that it is not flushed to zero where x is near the largest float.
+// The same, scaled: 1 / x of the largest floats is subnormal.
 JAX_EP_FN float reciprocal(float x) {
   constexpr float kScale = 0.25F;
   return reciprocal_fast(x * kScale) * kScale;
 }
 
-// Two values times `factor` as e4m3, the first in the low byte. What is beyond the largest becomes that.
+// Two values times `factor` as e4m3, the first in the low byte, limited to the largest e4m3 value.
 JAX_EP_FN uint16_t scaled_to_float8(__nv_bfloat162 pair, float factor) {
   const float2 wide = __bfloat1622float2(pair);
   uint16_t quantized;

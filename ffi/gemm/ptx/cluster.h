@@ -1,4 +1,4 @@
-// What the CTAs of a cluster do with each other's shared memory: arrive at barriers, leave data, and meet.
+// How the CTAs of a cluster meet, arrive at each other's barriers, and write into each other's shared memory.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace jax_ep::gemm {
 
-// All threads of all CTAs of the cluster meet.
+// A barrier of all threads of the cluster.
 JAX_EP_FN void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
-// Arrives at the barrier that lies at this address in CTA `peer` of the cluster.
+// Arrives at the barrier at this address in CTA `peer` of the cluster.
 JAX_EP_FN void arrive_at_peer(uint64_t* barrier, int peer) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::
@@ -37,7 +37,8 @@ JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]]
 #endif
 }
 
-// An arrival and a wait for data that one CTA of the cluster leaves in the memory of another.
+// As arrive_at_peer() and wait_barrier(), for data that one CTA of the cluster writes into the memory of another:
+// release and acquire at cluster scope.
 JAX_EP_FN void arrive_with_data(uint64_t* barrier, int peer) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -55,7 +56,7 @@ JAX_EP_FN void wait_for_data(uint64_t* barrier, uint32_t parity) {
         : "memory");
 }
 
-// To the address in CTA `peer` of the cluster that is `to` here.
+// Stores to the address in CTA `peer` of the cluster that is `to` here.
 JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -64,7 +65,7 @@ JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
       : "memory");
 }
 
-// A word to where `to` is in CTA `peer`, at whose `barrier` it arrives, and completes the phase of one arrival.
+// Stores a word at `to` in CTA `peer`, and completes a phase of `barrier` there, which counts one arrival.
 JAX_EP_FN void send_word(uint32_t* to, int peer, uint32_t value, uint64_t* barrier) {
   asm volatile(
       "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 bar, %3, %1; "

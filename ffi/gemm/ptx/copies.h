@@ -5,7 +5,7 @@
 
 namespace jax_ep::gemm {
 
-// 16 bytes to the shared address `to` + kOffset, from 16-byte vector number `vec` after `from`; or zeros.
+// Copies 16-byte vector number `vec` after `from`, or zeros, to the shared address `to` + kOffset.
 template <int kOffset>
 JAX_EP_FN void copy_vector(uint32_t to, const char* from, uint32_t vec, bool zeros) {
   asm volatile(
@@ -18,7 +18,6 @@ JAX_EP_FN void copy_vector(uint32_t to, const char* from, uint32_t vec, bool zer
 JAX_EP_FN void arrive_when_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(ptx::shared_address(barrier)) : "memory");
 }
-// Until all copies of this thread have landed.
 JAX_EP_FN void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace jax_ep::gemm

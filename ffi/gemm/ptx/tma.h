@@ -1,5 +1,5 @@
-// Boxes of tensors in global memory, copied to and from shared memory by the tensor memory accelerator. They complete
-// as other bulk copies do.
+// Boxes of tensors, copied between global and shared memory by the tensor memory accelerator. They complete as other
+// bulk copies do.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +20,7 @@ JAX_EP_FN void load_box(void* to, const CUtensorMap& map, const Corner& at, uint
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
       : "memory");
 }
-// What is read only once: the L2 cache lets go of it first. The word is what createpolicy makes of L2::evict_first.
+// Loads what nobody reads again: the L2 cache evicts it first. The constant is createpolicy's word for L2::evict_first.
 JAX_EP_FN void load_box_once(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
@@ -29,7 +29,8 @@ JAX_EP_FN void load_box_once(void* to, const CUtensorMap& map, const Corner& at,
       "l"(0x12f0000000000000)
       : "memory");
 }
-// To the same address in every CTA of the cluster named by the bits of `peers`; each one's barrier counts the bytes.
+// Loads to the same address in each CTA of the cluster whose bit is in `peers`. The barrier of each CTA counts the
+// bytes.
 JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -38,7 +39,6 @@ JAX_EP_FN void load_box_to(uint16_t peers, void* to, const CUtensorMap& map, con
       : "memory");
 }
 
-// To global memory.
 JAX_EP_FN void store_box(const CUtensorMap& map, const Corner& at, const void* from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                "r"(ptx::shared_address(from)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)

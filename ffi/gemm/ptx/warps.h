@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// Registers of a thread move between the warpgroups of a CTA: all four warps call it.
+// Moves registers of threads between the warpgroups of a CTA. All four warps of a warpgroup call.
 template <int kRegisters>
 JAX_EP_FN void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -17,8 +17,8 @@ JAX_EP_FN void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// True on one lane of a warp, always on that one. By this and `uniform` the compiler knows that coordinates need no
-// register each.
+// True on one lane of a warp, always the same one. From this and `uniform` the compiler learns that coordinates are
+// equal on all lanes, and keeps them in uniform registers.
 JAX_EP_FN bool elect_lane() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
@@ -26,7 +26,7 @@ JAX_EP_FN bool elect_lane() {
 }
 JAX_EP_FN int uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
-// Loads where it is called: the compiler keeps the order of this and of what begins, ends or waits for multiplies.
+// A load that the compiler does not move across the beginning, the end or a wait of multiplies.
 JAX_EP_FN float load_here(const float* at) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(at));

@@ -12,10 +12,10 @@
 
 namespace jax_ep::gemm {
 
-// Between accesses of the accumulators or of shared memory by threads and the next multiply.
+// Orders accesses of the accumulators and of shared memory by threads before the next multiply.
 JAX_EP_FN void begin_multiplies() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 JAX_EP_FN void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until at most kPending committed groups still run.
+// Waits until at most kPending committed groups still run.
 template <int kPending>
 JAX_EP_FN void wait_multiplies() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -46,7 +46,7 @@ JAX_EP_FN void leave_undefined(Sums& d) {
   for_each_sum(d, [](float& sum) { asm volatile("" : "=f"(sum)); });
 }
 
-// Text only: lists of registers, each from the one before, and as many operands.
+// Lists of registers and of as many operands, each made from the one before.
 #define JAX_EP_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_EP_REGISTERS_16 JAX_EP_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_EP_REGISTERS_24 JAX_EP_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -83,7 +83,7 @@ JAX_EP_FN void leave_undefined(Sums& d) {
 #define JAX_EP_FIRST_120(d) JAX_EP_FIRST_112(d), JAX_EP_OPERANDS_8(d, 112)
 #define JAX_EP_FIRST_128(d) JAX_EP_FIRST_120(d), JAX_EP_OPERANDS_8(d, 120)
 
-// The instruction for one width: the accumulators of a thread, and the numbers of the operands that follow them.
+// The instruction for one width. The numbers are those of the operands that follow the accumulators.
 #define JAX_EP_WGMMA(type, width, count, a, b, add, mn_a, mn_b)                                                 \
   asm volatile("{ .reg .pred add; setp.ne.b32 add, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #width      \
                "k16.f32." type "." type " {" JAX_EP_REGISTERS_##count "}, %" #a ", %" #b ", add, 1, 1, %" #mn_a \
