@@ -8,14 +8,14 @@
 
 namespace jax_ep {
 
-// The number of sender warps of a CTA, by the CTAs of an op and the ranks of its group.
+// How many warps of a CTA are senders, in an op of up to `most_ctas` CTAs.
 struct SenderRule {
   int most_ctas;              // of the ops to which the rule applies
   int two_ranks, more_ranks;  // sender warps in a group of two ranks, or of more
 };
 constexpr int kSenderRules = 4;
 
-// Rates of ops on rows: kernels/plan.cc.
+// Of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
   // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of CTAs.
@@ -80,7 +80,6 @@ struct HardwareModel {
   Rates rates = kH200;
 };
 
-// The model of a device.
 HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes);
 
 // The model with at most `most` SMs, all of which ops on rows may take.

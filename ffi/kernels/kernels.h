@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// The arguments of the kernel that runs a call. An op with several kernels overloads kernel_of().
+// The arguments of the kernel that runs a call. An op with several kernels overloads this.
 template <class Args>
 std::variant<Args> kernel_of(const Args& args) {
   return args;

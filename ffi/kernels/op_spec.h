@@ -30,7 +30,7 @@ auto with_format(DType dtype, Run run) {
   return run(Float16{});
 }
 
-// The format of byte-wise kernels.
+// Byte-wise kernels, which look at no values.
 struct NoFormat {};
 
 // The dtype of a buffer. `any`: the op moves rows of bytes of any dtype.
@@ -120,7 +120,6 @@ template <class... Sizes>
 JAX_EP_CONSTANT_FN BufferSpec scratch(const char* name, Values values, Sizes... sizes) {
   return {name, Use::scratch, values, sizeof...(sizes), {static_cast<int64_t>(sizes)...}};
 }
-// Rows of whatever dtype.
 JAX_EP_CONSTANT_FN BufferSpec any_rows(const char* name, Use use, int64_t rows, int64_t row_bytes) {
   return {name, use, Values::any, 1, {rows, row_bytes}};
 }
@@ -236,7 +235,7 @@ struct ProductDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsProduct = std::is_base_of_v<ProductDefaults, OpSpec<Args>>;
 
-// Kernels count rows in int32.
+// Whether kernels, which count rows in int32, can count this many.
 constexpr bool fits_int32(int64_t count) { return count <= INT32_MAX; }
 
 // Points a member of an op's arguments at a buffer.
@@ -289,7 +288,7 @@ class Results {
   const int ranks_;
 };
 
-// In a kernel: the addresses that a rank posts.
+// In a kernel: the addresses that this rank posts.
 template <class Args>
 JAX_EP_FN WindowAddresses window_addresses(const Args& args, int ranks) {
   WindowAddresses found{};

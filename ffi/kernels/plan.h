@@ -1,5 +1,4 @@
-// How an op on rows is launched. A plan is a pure function of the op's shape and of the device; its rates are measured,
-// not derived.
+// How an op on rows is launched: a pure function of the op's shape and of the device.
 #pragma once
 
 #include <string>
@@ -11,7 +10,6 @@ namespace jax_ep {
 
 constexpr int kRowThreads = 256;  // of a CTA; more would leave a thread fewer than 255 registers
 
-// A call of an op on rows.
 struct RowShape {
   LaunchPolicy policy;
   int ranks;

@@ -1,4 +1,4 @@
-// The signature of an op, on which its ranks must agree, from the arguments of this rank.
+// Makes the signature of an op, on which its ranks must agree, from the arguments of this rank; and words for it.
 #pragma once
 
 #include <algorithm>

@@ -26,7 +26,7 @@ struct MatmulReduceArgs {
 // MatmulReduceArgs for a kernel of its own, in which two ranks exchange their tiles.
 struct MatmulExchangeArgs : MatmulReduceArgs {};
 
-// Every rank's rows, one after the other, times this rank's matrix.
+// The rows of all ranks, in the order of the ranks, times this rank's matrix.
 struct GatherMatmulArgs {
   DType dtype, operand_dtype;
   int m, n, k;  // m: rows of one rank
@@ -41,7 +41,6 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
   return args.reduce_scatter ? OpKind::matmul_reduce_scatter : OpKind::matmul_all_reduce;
 }
 
-// The common part of both specs.
 template <class Args>
 struct ProductSpec : ProductDefaults {
   template <class Visit>

@@ -15,7 +15,7 @@
 
 namespace jax_ep {
 
-// The row format for the type of a product's values.
+// The format in rows/ of a type of gemm/.
 template <class T>
 struct RowOf {
   using Type = T;
@@ -29,7 +29,6 @@ struct RowOf<__half> {
   using Type = Float16;
 };
 
-// The op of a kernel.
 template <class Args>
 struct Work {
   Comm comm;
@@ -51,7 +50,7 @@ JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
 
-// The results of the op. An exchange has the spec of a reduction.
+// An exchange has the spec of a reduction.
 template <class Args>
 JAX_EP_FN auto results_of(const Work<Args>& work) {
   using Spec = std::conditional_t<std::is_same_v<Args, MatmulExchangeArgs>, MatmulReduceArgs, Args>;
@@ -74,7 +73,6 @@ JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int
   ptx::wait_counts(written + by.first, by.warps, by.tiles);
 }
 
-// All arguments of a kernel but its op's.
 template <class Args>
 struct Operands {
   const CUtensorMap &lhs, &rhs, &out_map;
@@ -83,7 +81,6 @@ struct Operands {
   const gemm::Problem& problem;
 };
 
-// The product, with what the op adds to it.
 template <class In, class Out, int kBlockN, bool kMnB, class Args, class Hooks>
 JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, const Hooks& hooks) {
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
@@ -92,11 +89,10 @@ JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, cons
                               gemm::this_cta());
 }
 
-// The shared memory of the aux warps of a CTA, by the arguments of the op.
+// AuxOf<Args>::Type is the shared memory of a CTA's aux warps.
 template <class Args>
 struct AuxOf;
 
-// Each op defines it for its arguments.
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const Work<Args>& work);
 
@@ -111,11 +107,9 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
 
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
-// The shared memory of the aux warps in a gather.
 struct Waiter {
   uint32_t ready;  // of the tiles that wait for rows, how many have them
 };
-
 template <>
 struct AuxOf<GatherMatmulArgs> {
   using Type = Waiter;
@@ -126,7 +120,7 @@ struct AuxOf<GatherMatmulArgs> {
 // rank's own rows from the operand, and other rows from `gathered`.
 struct GatherHooks {
   static constexpr bool kAwaitStores = false;
-  using Aux = typename AuxOf<GatherMatmulArgs>::Type;
+  using Aux = Waiter;
   const Work<GatherMatmulArgs>& work;
   const CUtensorMap& own;
   const gemm::Problem& problem;
@@ -156,7 +150,6 @@ struct GatherHooks {
       push(op);
     finish(op);
   }
-  // Called by all warps that have a role.
   JAX_EP_FN void finish(Op& op) const { op.finish(results_of(work), roles().coops()); }
 
  private:
@@ -205,7 +198,6 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& op
 
 constexpr int kReducerBytes = 128 + 8 * 2048;  // two batches to write, six to read
 
-// The shared memory of the aux warps in a reduction.
 struct Reducers {
   alignas(128) char memory[kOtherAuxWarps][kReducerBytes];
   uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
@@ -227,7 +219,7 @@ struct AuxOf<MatmulReduceArgs> {
 template <class T>
 struct ReduceHooks {
   static constexpr bool kAwaitStores = true;
-  using Aux = typename AuxOf<MatmulReduceArgs>::Type;
+  using Aux = Reducers;
   const Work<MatmulReduceArgs>& work;
   const gemm::Problem& problem;
   Reducers& aux;

@@ -8,6 +8,7 @@
 #include "kernels/matmul/reduce.h"
 
 namespace jax_ep {
+
 // The shared memory by which the warps of a CTA signal each other.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
@@ -38,7 +39,7 @@ struct TileFlags {
 template <class Out, int kBlockN>
 struct ExchangeHooks {
   static constexpr bool kAwaitStores = false;
-  using Aux = typename AuxOf<MatmulExchangeArgs>::Type;
+  using Aux = Exchanged;
   using T = typename RowOf<Out>::Type;
 
   const Work<MatmulExchangeArgs>& work;

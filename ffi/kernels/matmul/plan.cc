@@ -19,7 +19,7 @@ struct Rounds {
   int band;
   double tile, moving;  // for a tile; for all rows, which arrive at an even rate
 
-  // When the rows of the first `wanted` pairs have arrived.
+  // When the rows of the first `wanted` pairs are here.
   double arrival(int wanted) const {
     return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
   }
@@ -112,7 +112,6 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
   OverlapConfig config{};
   config.block_n = block_n;
   config.communicating = communicating;
-  // Few tiles: two SMs take one, half of the contraction each.
   config.split_k = gemm::should_split(block_n, shape.k, tiles, model.sms);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(model.sms, parts * tiles + 1) / 2 * 2;

@@ -8,7 +8,7 @@
 
 namespace jax_ep {
 
-// A product with a collective. The product that one rank computes is m by n by k; a gather's has the rows of all ranks.
+// A product with a collective. A rank computes m by n by k; in a gather, m is the rows of all ranks.
 struct ProductShape {
   OpKind op;
   int m, n, k;
@@ -19,9 +19,9 @@ struct ProductShape {
 ProductShape shape_of(const GatherMatmulArgs& args, int ranks);
 ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
 
-// A launch has ctas() CTAs, the larger of the two numbers, so CTAs may have both jobs. In a gather the first
-// `communicating` CTAs push rows. In a reduction the last `communicating` CTAs fetch and sum; 0: two ranks
-// exchange, and all CTAs push their tiles.
+// A launch has as many CTAs as the larger of `communicating` and `multiplying`, so a CTA may do both. In a gather the
+// first `communicating` CTAs push rows. In a reduction the last `communicating` CTAs fetch and sum. 0 means that two
+// ranks exchange, and that all CTAs push their tiles.
 struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
@@ -31,7 +31,6 @@ struct OverlapConfig {
   double microseconds;  // expected
 
   int ctas() const;
-
   std::string describe() const;
 };
 

@@ -13,7 +13,6 @@
 
 namespace jax_ep {
 
-// Which rows a rank sums.
 class SummedRows {
  public:
   JAX_EP_FN SummedRows(const Comm& comm, const MatmulReduceArgs& args)
@@ -141,7 +140,7 @@ class MatmulReduce {
     return static_cast<int>((int64_t{rows_.most()} * args_.n + part_values_ - 1) / part_values_);
   }
 
-  // Rows have no gaps between them, so a part is a range of values.
+  // A part is a range of values, which may cross rows, as there are no gaps between rows.
   JAX_EP_FN void sum(Range rows, int part) {
     const int64_t end = int64_t{rows.end} * args_.n,
                   begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
@@ -210,9 +209,8 @@ class MatmulExchange {
   JAX_EP_FN T* sent(T* landing, int row, int column) const { return landing + at(row, column); }
   JAX_EP_FN T* landing(const Op& op) const { return Window<T>(op, kWindow<&MatmulReduceArgs::partial>).peer(peer); }
 
-  // One coop of the rank is elected to count.
-  JAX_EP_FN void count_received(const Op& op, bool counter) const {
-    op.count_received_by(counter, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
+  JAX_EP_FN void count_received(const Op& op, bool elected) const {
+    op.count_received_by(elected, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
   }
 
   // Adds what has landed of some rows and columns.
@@ -240,7 +238,6 @@ class MatmulExchange {
     int values;  // from `first` to the end of the row; 0 past the last pack
   };
 
-  // Some rows and columns, cut into packs.
   struct Packs {
     JAX_EP_FN Packs(Range rows, Range columns, int n)
         : rows(rows), columns{columns.begin, smaller(columns.end, n)}, n(n) {

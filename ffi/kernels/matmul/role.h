@@ -23,7 +23,6 @@ struct Role {
   int barrier;
 
   JAX_EP_FN int coops() const { return warps * ctas; }
-  // Whether this warp has the role.
   JAX_EP_FN bool is_mine() const {
     const int warp = this_warp() - first_warp, cta = static_cast<int>(blockIdx.x) - first_cta;
     return 0 <= warp && warp < warps && 0 <= cta && cta < ctas;
@@ -56,7 +55,6 @@ struct Roles {
     for (const Role& role : all) coops += role.coops();
     return coops;
   }
-  // The role of this warp.
   JAX_EP_FN Mine mine() const {
     Mine found{-1, {}};
 #pragma unroll
@@ -66,7 +64,6 @@ struct Roles {
   }
 };
 
-// One warp of every CTA.
 JAX_EP_FN Role one_warp_a_cta(int warp) { return {warp, 1, 0, static_cast<int>(gridDim.x), kLoneWarps}; }
 
 // All warps of some CTAs, which poison results.

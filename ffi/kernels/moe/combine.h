@@ -55,7 +55,7 @@ class Combine {
     }
   }
 
-  // For every token of this rank: adds the rows of all ranks as they arrive.
+  // Adds up the rows of all ranks for each token of this rank, as they arrive.
   JAX_EP_FN void reduce() {
     wait_posted();  // for coops that have pushed nothing
     const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count);
@@ -99,7 +99,6 @@ class Combine {
     return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % parts};
   }
 
-  // An assignment of a token.
   struct Assigned {
     int row = -1;  // negative: not here
     float weight = 0;
@@ -143,7 +142,7 @@ class Combine {
     if (args_.scalars && item.part == 0) push_scalars(item.home, item.token);
   }
 
-  // Few rows are cut into parts, so that all coops have work.
+  // If rows are few, each is cut into parts, so that all coops have work.
   JAX_EP_FN int parts_of_a_row(int rows, int coops) const {
     const int batches = (args_.hidden + kSumValues<T> - 1) / kSumValues<T>;
     return larger(1, smaller(batches, coops / larger(1, rows)));
@@ -158,7 +157,6 @@ class Combine {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
   }
 
-  // The k-th assignment of a token of `home`.
   JAX_EP_FN Assigned assigned(int home, int token, int k) const {
     if (k >= args_.top_k) return {};
     const int64_t at = table(home, token) + k;

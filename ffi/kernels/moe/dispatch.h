@@ -75,7 +75,6 @@ class Landing {
     return reinterpret_cast<const char*>(args_.scales) + int64_t{row} * scale_row_bytes(args_.hidden);
   }
 
-  // The number of a token's slot.
   JAX_EP_FN int64_t slot(int source, int token) const { return int64_t{source} * args_.eager + token; }
 
  private:
@@ -106,7 +105,6 @@ class Landing {
   const LaneWindow<char> slots_;
 };
 
-// The rows here of a source's tokens.
 JAX_EP_FN const int32_t* rows_from(const DispatchArgs& args, int source) {
   return args.row_of + int64_t{source} * args.num_tokens * args.top_k;
 }
@@ -138,13 +136,11 @@ JAX_EP_FN void pad_rows(Op& op, const DispatchArgs& args, char* rows, int64_t by
     });
 }
 
-// A token of this rank; null for -1.
 template <class T>
 JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
   return token < 0 ? nullptr : args.tokens + int64_t{token} * args.hidden * sizeof(T);
 }
 
-// An address, as a term.
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
 // Tokens travel in their dtype. This rank's own eager tokens do not travel; expand() copies them.
@@ -327,7 +323,7 @@ class Float8RowsDispatch {
   RowWriter writer_;
 };
 
-// How a kernel's tokens travel.
+// Only declared: the class that runs a kernel, by the kernel's arguments.
 template <class T>
 PlainDispatch dispatch_of(const PlainDispatchArgs&);
 template <class T>
@@ -358,7 +354,6 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
   op.finish(results);
 }
 
-// A dispatch has a kernel for each Wire.
 using DispatchKernel = std::variant<PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
 inline DispatchKernel kernel_of(const DispatchArgs& args) {
   if (args.wire == Wire::plain) return PlainDispatchArgs{args};

@@ -30,7 +30,6 @@ class Histogram {
         ctas_(coop_.cta.count),
         mine_(part_of_coop(items)) {}
 
-  // Whether this coop is one of the routing coops.
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
   // This coop among the routing coops: whether it is the first, or in the first CTA, and its part.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
@@ -82,7 +81,7 @@ class Histogram {
   static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;
 
  private:
-  // This coop, numbered among the routing coops. If one CTA routes, it need not wait for others.
+  // This coop, numbered among the routing coops.
   JAX_EP_FN static Coop as_router(Op& op, int wanted) {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
@@ -248,7 +247,6 @@ JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), window_addresses(args, op.comm.size));
 }
 
-// The base of both ways to route.
 class Router {
  protected:
   // `items`: assignments that this rank counts; `per_cta`: those of a routing CTA.
@@ -273,7 +271,6 @@ class Router {
   JAX_EP_FN auto first_rows() const {
     return [this](int e) { return segments_.first_row(e); };
   }
-  // Adds the counts of all lanes of this coop to a result.
   JAX_EP_FN void add_up(int count, int32_t* total) const {
     count = op_.coop.sum(count);
     if (op_.coop.lane == 0 && count) atomic_add(total, count);

@@ -177,7 +177,7 @@ JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
   });
 }
 
-// The rows of a token here: the first, and how many there are.
+// The rows that a token has on this rank.
 struct TokenRows {
   int first, count;
 };
@@ -300,9 +300,8 @@ class Bound {
     return within ? value : 0;
   }
 
-  // Forgets a value that another coop reports.
+  // For a value that another coop reports.
   JAX_EP_FN void forget() { found_ = 0; }
-  // Whether this lane has found a value out of bounds.
   JAX_EP_FN bool broken() const { return found_ != 0; }
   JAX_EP_FN void report(const Op& op) const {
     if (broken()) op.report_invalid(op.comm.rank, static_cast<int>(leaf_), end_, found_);

@@ -9,7 +9,7 @@
 
 namespace jax_ep {
 
-// The rows of each local expert, from the counts of a routing, without dropped rows. Checks each count.
+// As RowCounts, from a user's counts, each of which is checked, and without dropped rows.
 struct BoundedCounts {
   const int32_t* counts;  // [sources, local_experts]
   int sources, local_experts, alignment;

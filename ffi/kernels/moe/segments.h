@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-// The number of rows of each local expert.
+// How many rows each local expert has.
 struct RowCounts {
   const int32_t* counts;  // [sources, local_experts]: a source is a rank, or the only one stands for all ranks
   int sources, local_experts;
@@ -179,7 +179,6 @@ class Segments {
   // The row of the first assignment of an expert that this rank places.
   JAX_EP_FN int first_row(int expert) const { return scratch_.first_rows()[expert]; }
 
-  // How many rows each expert of this rank has.
   JAX_EP_FN RowCounts counts() const {
     const int rank = op_.comm.rank, end = scratch_.needed()[rank];
     if (args_.few || (args_.drop && end > args_.capacity)) return {totals() + rank * local_, 1, local_, end};

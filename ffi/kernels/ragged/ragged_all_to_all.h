@@ -1,4 +1,4 @@
-// ragged_all_to_all: every rank writes slices of rows into the peers' buffers.
+// ragged_all_to_all: every rank writes slices of its rows into the results of its peers.
 #pragma once
 
 #include "comm/ctas.h"

@@ -24,8 +24,8 @@ JAX_EP_FN int pick_owner(uint64_t holders, int place) {
   return lowest_bit(holders);
 }
 
-// The memory in which an owner receives the parts of other holders of its rows. Each holder has some room at each
-// owner, which it fills in any order. The owner fetches a part that finds no room from its holder.
+// Where an owner receives other holders' parts of its rows. A holder has room for some parts at each owner, and fills
+// it in any order. If there is no room for a part, the owner fetches the part from its holder.
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)

@@ -123,8 +123,7 @@ class RunLists {
   JAX_EP_FN Range at(int position) const { return of(runs_.place_of(op_.comm.rank, entry(position))); }
 
  private:
-  static constexpr int kAhead =
-      Coop::lanes == 1 ? 16 : 64;  // places of a lane in flight, where a coop looks through all
+  static constexpr int kAhead = Coop::lanes == 1 ? 16 : 64;  // places that a lane loads at once in look_through()
 
   // Every entry of a short list counts the smaller entries in its chain: that is its position.
   JAX_EP_FN void list_entry(int i) const {
@@ -175,8 +174,8 @@ class RunLists {
   const SparseRuns& runs_;
 };
 
-// Sums of the entries of this rank for the same row, so that each row crosses the wire once. Entries are added in
-// order. In long lists, parts of RunLists::kShort entries are summed first, and then the parts are added in order.
+// Sums this rank's entries of each row, so that a row crosses the wire once. Entries are added in order. In a long
+// list, parts of RunLists::kShort entries are summed first, then the parts are added in order.
 template <class T>
 class RunSums {
  public:

@@ -51,7 +51,7 @@ class SparseUnion {
   }
 
  private:
-  // All entries of all ranks, lane by lane over all coops.
+  // Divides the entries of all ranks among the lanes of all coops.
   template <class Visit>
   JAX_EP_FN void for_my_entries(Visit visit) const {
     const int step = op_.coop.count * Coop::lanes, all = op_.comm.size * args_.entries;
@@ -64,7 +64,6 @@ class SparseUnion {
     for (int word = my_words_.begin + op_.coop.lane; word < my_words_.end; word += Coop::lanes) visit(word);
   }
 
-  // Sends this rank's ids to every rank.
   JAX_EP_FN void push_entries() {
     const Part sender = op_.coop.sender;
     if (!op_.may_push() || sender.empty()) return;
