@@ -45,7 +45,7 @@ struct Batch {
   static constexpr int kWords = 8, kBytes = kWords * Coop::lanes * int(sizeof(Word16));
   Word16 word[kWords];
 
-  // All lanes call. Loads kBytes from `from`, or `count` words if these are fewer.
+  // All lanes call. Loads kBytes, or `count` words if these are fewer.
   JAX_EP_FN void load(const Coop& coop, const Word16* from, int64_t count) {
     for (int i = 0; i < kWords; ++i)
       if (i * Coop::lanes + coop.lane < count) word[i] = from[i * Coop::lanes + coop.lane];
@@ -82,8 +82,8 @@ JAX_EP_FN void copy_by_lane(char* to, const char* from, int bytes) {
   }
 }
 
-// Copies the rows of the lanes in `holders`, a bit for each lane. A row is short, and a multiple of 4 bytes. The coop
-// copies several rows at once, and waits for memory once. All lanes call.
+// Each lane in `holders`, a bit for each, has a short row of a multiple of 4 bytes. The coop copies several rows at
+// once, so that it waits for memory once. All lanes call.
 JAX_EP_FN void copy_short_rows(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);
   if (Coop::lanes == 1 || bytes > Coop::lanes * kWordBytes || coop.ballot(!in_words(to, from, bytes))) {

@@ -1,4 +1,4 @@
-// How the CTAs of a rank meet at a barrier, and how they find out which of them take part in an op.
+// How the CTAs of a rank meet at barriers, and how they settle which of them are members of an op.
 #pragma once
 
 #include "comm/platform.h"

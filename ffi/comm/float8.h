@@ -1,5 +1,5 @@
-// How the values of a block are scaled to float8 e4m3: the largest magnitude becomes 448, the format's maximum. What is
-// stored is the value times the factor; the stored value times the scale restores it. A block of zeros has the scale 1.
+// How a block of values is scaled to float8 e4m3. Stored is a value times the factor, with which the largest magnitude
+// becomes 448, the format's maximum. Times the scale, a stored value is itself again. A block of zeros has the scale 1.
 // A block with a NaN or an infinity becomes NaN.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Whole numbers, for kernels and for plans on the host.
+// Arithmetic of whole numbers, for kernels and for plans on the host.
 #pragma once
 
 #include <cstdint>

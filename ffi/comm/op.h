@@ -115,7 +115,7 @@ class Op {
 
   // ---- Signals and waits. Flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
 
-  // A flag for every source rank, in the signal pad of each rank.
+  // Flags in the signal pad of each rank, one for every source.
   using Flags = uint64_t (SignalPad::*)[kMaxRanks];
 
   // Raises this rank's flag at every rank. One coop is `elected`, and has met the coops that wrote the flag's data.
@@ -134,7 +134,7 @@ class Op {
   JAX_EP_FN void wait(Flags flags) {
     wait_each(comm.size, [&](int source) { return source; }, [&](int source) { return &(signal_pad->*flags)[source]; });
   }
-  // Waits for a flag that this rank itself raises.
+  // Waits for a flag of this rank itself.
   JAX_EP_FN void wait_here(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
@@ -232,7 +232,7 @@ class Op {
 
   JAX_EP_FN bool sees_abort() const { return take_abort(load_relaxed(&signal_pad->abort)); }
 
-  // Marks the op as failed for this coop and tells the host. Raises the abort word, unless it is raised already.
+  // Marks the op as failed for this coop, reports it to the host, and raises the abort word if nobody has.
   JAX_EP_FN void fail(Status status, int peer, int64_t expected, int64_t seen) {
     if (status == Status::ok) return;
     status_ = status;
@@ -290,7 +290,6 @@ class Op {
   // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.signal_pads[rank]->mail[epoch & 1][source]; }
 
-  // The address of a buffer of the mail, as a peer sees it.
   JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {
     const int64_t* peer_offsets = comm.peer_offsets[buffer];
     return static_cast<char*>(address) + (peer_offsets ? peer_offsets[peer] : 0);

@@ -41,7 +41,6 @@ class PushItems {
     if (own_ > 0 && !has_own_) looked_ = looked_ % own_ - 1;
   }
 
-  // The next item of this coop, or -1.
   JAX_EP_FN int next() {
     const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(asked_);
     if (item >= items_) return -1;
@@ -95,7 +94,7 @@ JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
 template <class Chunks>
 class Announcer {
  public:
-  // A row consists of `parts` items.
+  // `parts`: items of a row.
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
 
   // An item of `row` was put. `mover` has mark and complete_to.

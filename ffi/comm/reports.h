@@ -1,5 +1,4 @@
-// What an op reports to the host: a failure, and its record in the flight recorder. Functions for failures are not
-// inlined.
+// What an op tells the host: failures, and its record in the flight recorder. Functions for failures are not inlined.
 #pragma once
 
 #include <cstddef>

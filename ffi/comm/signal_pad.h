@@ -114,7 +114,7 @@ struct alignas(128) SignalPad {
   Mail mail[2][kMaxRanks];
 };
 
-// Clears the counts of an op. One lane calls, when no other coop is left in the op.
+// One lane calls, when no other coop is left in the op.
 JAX_EP_FN void clear_counts(SignalPad* signal_pad) {
   store_relaxed(&signal_pad->first_ctas.arrived, uint64_t{0});
   store_relaxed(&signal_pad->all_ctas.arrived, uint64_t{0});

@@ -48,7 +48,7 @@ struct Timeline {
   Track* tracks;
 };
 
-// In host memory. The host counts `asked` up, and the device answers with its time.
+// In host memory. The host increments `asked`, and the device answers with its time.
 struct ClockRequest {
   uint64_t asked, answered, ns;
   uint64_t cancelled;

@@ -9,13 +9,12 @@
 
 namespace jax_ep {
 
-// A window of every rank.
 template <class T>
 class Window {
  public:
   JAX_EP_FN Window(const Op& op, int number) : op_(op), number_(number) {}
 
-  // Where the window of `rank` begins: a load from the mail. The rank has posted.
+  // Where the window of `rank`, which has posted, begins. Loads from the mail.
   JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail(op_.comm.rank, rank)->buffers[number_]); }
 
  private:
@@ -59,7 +58,7 @@ class SentMail {
   const Op& op_;
 };
 
-// What the sources have left here. To be read after the wait for the sources' flags.
+// What the sources have left here. Read it after the wait for their flags.
 class ReceivedMail {
  public:
   JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}

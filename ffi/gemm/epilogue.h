@@ -34,12 +34,7 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
 template <class Epilogue, int kBlockN, class = void>
 constexpr bool kStoresStrips = false;
 template <class Epilogue, int kBlockN>
-constexpr bool
-    kStoresStrips<Epilogue, kBlockN,
-                  std::void_t<decltype(std::declval<const Epilogue&>().template store<kBlockN>(
-                      std::declval<const Problem&>(), std::declval<const Tile&>(),
-                      std::declval<const float (&)[kBlockN / 2]>(), std::declval<char (*)[kOutBytes]>(), 0, 0))>> =
-        true;
+constexpr bool kStoresStrips<Epilogue, kBlockN, std::void_t<decltype(&Epilogue::template store<kBlockN>)>> = true;
 
 template <class Epilogue, class Sums, class Memory, class = void>
 constexpr bool kStoresTiles = false;

@@ -1,5 +1,5 @@
-// Sums of rows that are read where they lie, without a stream that brings batches ahead. DirectSum is for coops of many
-// lanes, from one dtype to another; sum_few_rows is for a coop of one lane.
+// Sums rows where they lie, without a stream that brings batches ahead. DirectSum is for coops of many lanes, from one
+// dtype to another. sum_few_rows is for a coop of one lane.
 #pragma once
 
 #include "comm/copy.h"
@@ -72,7 +72,6 @@ class DirectSum {
   }
 
  private:
-  // Where a lane's pack lies in a row.
   JAX_EP_FN int at(int first, int pack) const { return first + pack * kValues + coop_.lane * kPackValues<In>; }
 
   JAX_EP_FN void add(const Pack<In>& pack, float (&total)[kPackValues<In>]) const {
@@ -85,9 +84,7 @@ class DirectSum {
   const bool words_;
 };
 
-// A coop of one lane takes a few values at a time over all rows, so that they stay in registers.
-
-// Terms, looked up once.
+// Terms, looked up once. A coop of one lane sums a few values at a time over all rows, so that sums stay in registers.
 template <class Row>
 class FewRows {
  public:
@@ -99,7 +96,6 @@ class FewRows {
     all_ = !next.row;
   }
 
-  // Whether these are all terms.
   JAX_EP_FN bool all() const { return all_; }
   JAX_EP_FN int count() const { return count_; }
   JAX_EP_FN const Term<Row>* begin() const { return rows_; }

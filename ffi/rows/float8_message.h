@@ -1,5 +1,5 @@
-// How a coop quantizes values to float8 and back, in registers. It takes a message at a time; each block of a message
-// has a scale.
+// How a coop quantizes values to float8 and back, in registers, a message at a time. Each block of a message has a
+// scale.
 #pragma once
 
 #include "comm/float8.h"
@@ -61,8 +61,8 @@ struct Message {
   }
 };
 
-// The factors and scales of a message's blocks. Divisions are slow, so they are divided among the lanes of a block: all
-// factors come first, then all scales.
+// The factors and scales of a message's blocks. Divisions are slow, so the lanes of a block share them: first all
+// factors, then all scales.
 template <class Message>
 class Scaling {
  public:

@@ -1,4 +1,4 @@
-// Rows that arrive in float8 and stay in float8: values and scales travel to separate rows.
+// Rows that travel in float8 and stay so: values go to one row, their scales to another.
 #pragma once
 
 #include "rows/float8_message.h"
@@ -69,15 +69,14 @@ struct EncodeApart {
   }
 };
 
-// Returns how many values a message of EncodeApart has: rows are cut into as few messages as possible. There is code
-// for two sizes, and a stage has room for the larger.
+// How many values a message of EncodeApart has: rows are cut into as few messages as possible. There is code for two
+// sizes, and a stage has room for the larger.
 JAX_EP_FN int apart_message_values(int hidden) {
   const int messages = larger(1, (hidden + kApartValues - 1) / kApartValues);
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 
-// Returns how many values leave as one batch: a whole row, or as many messages as fit into shared memory besides two
-// messages that are read.
+// How many values leave as one batch: a row, or the messages that fit into shared memory beside two that are read.
 template <class T>
 JAX_EP_FN int apart_put_values(const Coop& coop, int hidden) {
   const int message = apart_message_values(hidden),

@@ -72,7 +72,7 @@ JAX_EP_FN void from_float(float x, Float8E4M3* out) {
   out->bits = static_cast<uint8_t>(((bits >> 24) & 0x80u) | (nan ? 0x7fu : rounded));
 }
 
-// Several at a time, for which a platform may have faster instructions.
+// A platform may have instructions that convert several values at a time.
 template <int kCount, class T>
 JAX_EP_FN void from_floats(const float (&from)[kCount], T* to) {
   constexpr int kPerWord = sizeof(float) / sizeof(T);

@@ -1,4 +1,4 @@
-// Rows that come in batches, one job after another. During a job, the batches of the next job are under way.
+// Brings rows in batches, job after job. During a job, the batches of the next one are under way.
 #pragma once
 
 #include "comm/integers.h"

@@ -1,4 +1,4 @@
-// Sums of rows in float32: from wherever they are, to one sink or several.
+// Sums rows in float32, from wherever they are, to one sink or several.
 #pragma once
 
 #include "comm/copy.h"
@@ -52,7 +52,6 @@ class RowSum {
       sum_directly(terms, sinks, width);
   }
   JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
-  // Forgets a sum that was begun.
   JAX_EP_FN void drop() { stream_.drop(); }
 
   JAX_EP_FN void acquire() { stream_.acquire(); }
@@ -131,7 +130,6 @@ class RowSum {
     }
   }
 
-  // For a coop of one lane.
   template <class Terms, class Sinks>
   JAX_EP_FN void sum_alone(const Terms& terms, const Sinks& sinks, int width) const {
     const FewRows<const T> rows(terms);

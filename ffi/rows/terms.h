@@ -33,7 +33,7 @@ class LaneTerms {
   JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
   JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
-  // Walks through the terms; all lanes see the same ones, and null past the last.
+  // All lanes see the same terms, and null past the last.
   class Walk {
    public:
     JAX_EP_FN explicit Walk(const LaneTerms& terms) : terms_(&terms), left_(terms.holders_) {}

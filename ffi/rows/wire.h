@@ -35,7 +35,6 @@ class MessageStream {
             typename Work::Message{coop_, hidden_, first, most, false}, sinks, [] {});
   }
   JAX_EP_FN void finish() { stream_.finish(All{this}); }
-  // Forgets a row that was begun.
   JAX_EP_FN void drop() { stream_.drop(); }
 
  private:

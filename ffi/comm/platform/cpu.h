@@ -56,8 +56,8 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
   return __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// Copies past the caches, to memory that this rank will not read again. Ordinary stores would first load the lines that
-// they overwrite.
+// Copies past the caches, to memory that this rank will not read again. Ordinary stores would first load the cache
+// lines that they overwrite.
 template <class T, int kCount>
 JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
 #if JAX_EP_STREAMING_STORES
@@ -76,7 +76,7 @@ JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
   for (int i = 0; i < kCount; ++i) to[i] = from[i];
 }
 
-// The next number, without order.
+// The next number. Orders nothing.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
 // Atomics among the coops of one rank, without order. Those with a result return what was there before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }

@@ -13,10 +13,19 @@ namespace jax_ep {
 constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
 static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
 
-// Opens a barrier for one arrival a phase and the bytes that come with it.
+// Each phase has one arrival, and the bytes that it announces.
 JAX_EP_FN void open_barrier(uint64_t* barrier) {
   ptx::init_barrier<1>(barrier);
   ptx::publish_barriers();
+}
+
+// Returns when all but the latest `pending` groups of stores of this coop's lanes are written.
+JAX_EP_FN void wait_stores(const Coop& coop, int pending) {
+  if (kHopper) {
+    ptx::wait_stores_written_but(pending);
+    ptx::proxy_fence();
+  }
+  coop.sync();
 }
 
 // Rows pass through a ring of stages, in parts. A row is read once, however many sinks it goes to. Each lane stores to
@@ -44,13 +53,7 @@ class BulkMover {
   }
 
   JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
-  JAX_EP_FN void complete_to(int mark) {
-    if (kHopper) {
-      ptx::wait_stores_written_but(static_cast<int>(stored_) - mark);
-      ptx::proxy_fence();
-    }
-    coop_.sync();
-  }
+  JAX_EP_FN void complete_to(int mark) { wait_stores(coop_, static_cast<int>(stored_) - mark); }
 
  private:
   // A part of a row under way: where this lane stores it. The last part of a row carries the row's item.
@@ -157,7 +160,6 @@ class BulkReader {
     take_ = wrap(stage + 1);
     return stages_ + stage * batch_bytes_;
   }
-  // The caller has read all batches that it took.
   JAX_EP_FN void release() { coop_.sync(); }
 
  private:
@@ -176,7 +178,6 @@ class BulkReader {
 // Batches are made in shared memory, from where bulk copies take them.
 class BulkWriter {
  public:
-  // With one stage or two.
   JAX_EP_FN BulkWriter(const Coop& coop, int batch_bytes, bool bulk, int stages)
       : coop_(coop),
         plain_(coop, batch_bytes, bulk, stages),
@@ -226,13 +227,7 @@ class BulkWriter {
   JAX_EP_FN void commit() const { ptx::commit_stores(); }
 
   JAX_EP_FN int mark() const { return static_cast<int>(put_); }
-  JAX_EP_FN void complete_to(int mark) {
-    if (kHopper) {
-      ptx::wait_stores_written_but(static_cast<int>(put_) - mark);
-      ptx::proxy_fence();
-    }
-    coop_.sync();
-  }
+  JAX_EP_FN void complete_to(int mark) { wait_stores(coop_, static_cast<int>(put_) - mark); }
 
  private:
   const Coop& coop_;

@@ -18,7 +18,7 @@ JAX_EP_FN void word_from_floats(const float* from, Float16* to) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(from[1]), "f"(from[0]));
   memcpy(to, &pair, sizeof(pair));
 }
-// Values beyond the largest become the largest: an encoder scales them so that only rounding can bring them there.
+// Limits values to the largest. An encoder scales them, so only rounding can exceed it.
 JAX_EP_FN void word_from_floats(const float* from, Float8E4M3* to) {
   uint32_t four;
   asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"
@@ -48,7 +48,7 @@ JAX_EP_FN void floats_from_pair(const Float8E4M3* from, float* low, float* high)
   asm("cvt.f32.f16 %0, %1;" : "=f"(*high) : "h"(static_cast<uint16_t>(halves >> 16)));
 }
 
-// The larger magnitudes of a pair and of two more pairs of values of 16 bits, as integers.
+// The largest magnitudes of `largest` and of two more pairs of 16-bit values, as integers.
 template <class T>
 JAX_EP_FN uint32_t largest_of_pairs(uint32_t largest, const T* from) {
   uint32_t pairs[2];

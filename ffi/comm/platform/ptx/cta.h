@@ -1,5 +1,4 @@
-// How some of the warps of a CTA signal others, on Hopper and elsewhere. They meet by sync_some() of
-// comm/platform/cuda.h.
+// How warps of a CTA signal each other. They meet by sync_some() (comm/platform/cuda.h).
 #pragma once
 
 #include <cstdint>
@@ -8,7 +7,7 @@
 
 namespace jax_ep::ptx {
 
-// A counter in shared memory, by which warps of a CTA signal others. Waits for it are bounded like all waits.
+// Increments a counter in shared memory, by which warps of a CTA signal others.
 JAX_EP_FN void count_one(uint32_t* counter) {
   asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
 }

@@ -9,8 +9,8 @@ namespace jax_ep::ptx {
 
 JAX_EP_FN uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// One thread calls, before any other uses the barrier. As an operand or as an immediate, around which ptxas schedules
-// code otherwise.
+// One thread calls, before any other uses the barrier. `arrivals` is an operand, kArrivals an immediate: ptxas
+// schedules the code around them differently.
 JAX_EP_FN void init_barrier(uint64_t* barrier, int arrivals) {
   if constexpr (kHopper)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -29,14 +29,14 @@ JAX_EP_FN void arrive(uint64_t* barrier) {
   if constexpr (kHopper)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
-// An arrival; the phase also waits for this number of bytes.
+// Arrives, and makes the phase wait for this many bytes too.
 JAX_EP_FN void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   if constexpr (kHopper)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
 
-// Whether the phase of this parity has ended. The hardware may look for a while before it says no.
+// Whether the phase of this parity has ended. The hardware may suspend the thread for a while before it says no.
 JAX_EP_FN bool has_passed(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 1;
   if constexpr (kHopper)
@@ -46,7 +46,7 @@ JAX_EP_FN bool has_passed(uint64_t* barrier, uint32_t parity) {
                  : "memory");
   return done;
 }
-// Waits for the phase of this parity to end: for threads of this cluster and for copies, so the wait is bounded.
+// Waits for the phase of this parity to end. Threads of this cluster and copies end it, so the wait is bounded.
 JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity) {
   while (!has_passed(barrier, parity)) {
   }
