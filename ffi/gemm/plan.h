@@ -7,7 +7,6 @@
 
 namespace jax_ep::gemm {
 
-// As in Product.
 struct Shape {
   Grouping grouping;
   int m, n, k;
@@ -43,8 +42,8 @@ Config plan_tiles(const Shape& shape, int sms);
 // A plan with tiles of fixed height. Only such products can have hooks (loop.h).
 Config plan_fixed(const Shape& shape, int sms);
 
-// Whether both CTAs of a cluster should take one tile, and half of the contraction each: the tiles are so few that each
-// can have two of the `sms`.
+// Whether tiles are so few that each can have two of the `sms`. Then both CTAs of a cluster take one tile, and half of
+// the contraction each.
 bool should_split(int block_n, int k, int tiles, int sms);
 
 }  // namespace jax_ep::gemm

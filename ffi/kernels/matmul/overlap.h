@@ -16,18 +16,11 @@
 namespace jax_ep {
 
 // The format in rows/ of a type of gemm/.
+float row_format(float);
+BFloat16 row_format(__nv_bfloat16);
+Float16 row_format(__half);
 template <class T>
-struct RowOf {
-  using Type = T;
-};
-template <>
-struct RowOf<__nv_bfloat16> {
-  using Type = BFloat16;
-};
-template <>
-struct RowOf<__half> {
-  using Type = Float16;
-};
+using RowOf = decltype(row_format(T{}));
 
 template <class Args>
 struct Work {
@@ -89,9 +82,9 @@ JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, cons
                               gemm::this_cta());
 }
 
-// AuxOf<Args>::Type is the shared memory of a CTA's aux warps.
+// The shared memory of a CTA's aux warps. aux_of() is only declared, for the arguments of each op.
 template <class Args>
-struct AuxOf;
+using AuxOf = decltype(aux_of(Args{}));
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const Work<Args>& work);
@@ -110,10 +103,7 @@ static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 struct Waiter {
   uint32_t ready;  // of the tiles that wait for rows, how many have them
 };
-template <>
-struct AuxOf<GatherMatmulArgs> {
-  using Type = Waiter;
-};
+Waiter aux_of(const GatherMatmulArgs&);
 
 // A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps push this
 // rank's rows. These warps take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads this
@@ -202,11 +192,7 @@ struct Reducers {
   alignas(128) char memory[kOtherAuxWarps][kReducerBytes];
   uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
 };
-
-template <>
-struct AuxOf<MatmulReduceArgs> {
-  using Type = Reducers;
-};
+Reducers aux_of(const MatmulReduceArgs&);
 
 // A reduction. One warp of every CTA announces the tiles of its CTA, and in the last CTAs two more warps are reducers.
 // So the product has all SMs, and all CTAs but the last ones free their SMs when the product is done, whatever peers
@@ -277,7 +263,7 @@ struct ReduceHooks {
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& operands,
                               const Work<MatmulReduceArgs>& work) {
-  using Hooks = ReduceHooks<typename RowOf<Out>::Type>;
+  using Hooks = ReduceHooks<RowOf<Out>>;
   poison_results(work, work.first_communicating, work.communicating);
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;
   if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet

@@ -17,11 +17,7 @@ struct Exchanged {
   uint32_t added[gemm::kConsumerWarps];    // of the last tile
   uint32_t landed;                         // 1 once the peer's last tile is here, or the op has failed
 };
-
-template <>
-struct AuxOf<MatmulExchangeArgs> {
-  using Type = Exchanged;
-};
+Exchanged aux_of(const MatmulExchangeArgs&);
 
 // Tiles of a CTA are announced one by one, or a few at a time if there are too few flags.
 struct TileFlags {
@@ -40,7 +36,7 @@ template <class Out, int kBlockN>
 struct ExchangeHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Exchanged;
-  using T = typename RowOf<Out>::Type;
+  using T = RowOf<Out>;
 
   const Work<MatmulExchangeArgs>& work;
   const gemm::Problem& problem;

@@ -56,14 +56,8 @@ class RowSink {
   JAX_EP_FN RowSink(const Op& op, const int32_t* targets, int top_k, int capacity, int window)
       : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, window) {}
 
-  JAX_EP_FN char* row(int token, int k, int64_t bytes) const { return row(token, k, bytes, packed(token, k)); }
-
-  // Two steps, so that packed() may be loaded ahead.
+  // packed(), target(), then row_at(): the first may be loaded ahead, and a target may serve for several buffers.
   JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
-  JAX_EP_FN char* row(int token, int k, int64_t bytes, int packed) const {
-    return row_at(target(token, k, packed), bytes);
-  }
-  // Three steps, as target() also serves for other buffers.
   JAX_EP_FN Target target(int token, int k, int packed) const {
     const Target target = unpack(packed);
     const bool first =
@@ -193,12 +187,17 @@ JAX_EP_FN TokenRows rows_of_token(const Coop& coop, int top_k, RowAt row_at) {
   return found;
 }
 
+// A row of a table that no user has touched.
+struct Unchecked {
+  JAX_EP_FN int operator()(int row) const { return row; }
+};
+
 // Copies each token from where it has landed, from(token, row), to its rows. `row` is the token's first row; the token
 // may have landed in it. `table` has top_k rows for each token; valid(row) is negative if there is no row. Returns the
 // number of tokens with a row.
-template <class Mover, class From, class Valid>
+template <class Mover, class From, class Valid = Unchecked>
 JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
-                           const int32_t* table, int top_k, From from, Valid valid) {
+                           const int32_t* table, int top_k, From from, Valid valid = {}) {
   const auto row_at = [&](int token, int k) { return valid(table[int64_t{token} * top_k + k]); };
   int filled = -1;  // the row in which the latest token has landed, if it landed in a row
   int tokens_here = 0;
@@ -215,11 +214,6 @@ JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* 
   };
   mover.move([&] { return tokens.next(); }, bytes, top_k, source, sink, [](int, auto&) {});
   return tokens_here;
-}
-template <class Mover, class From>
-JAX_EP_FN int copy_to_rows(const Coop& coop, Mover& mover, Stride tokens, char* rows, int64_t bytes,
-                           const int32_t* table, int top_k, From from) {
-  return copy_to_rows(coop, mover, tokens, rows, bytes, table, top_k, from, [](int row) { return row; });
 }
 
 // copy_to_rows for short rows: the lanes copy several rows at once.

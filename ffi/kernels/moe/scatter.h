@@ -67,7 +67,9 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
     if (op.ok())
       push_chunks(
           op, mover, tokens, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
-          [&](int token, int k) { return sink.row(token, k, bytes, targets.index(sink.packed(token, k))); },
+          [&](int token, int k) {
+            return sink.row_at(sink.target(token, k, targets.index(sink.packed(token, k))), bytes);
+          },
           [&] { targets.report_to_all(op); });
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank

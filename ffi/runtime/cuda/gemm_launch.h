@@ -58,7 +58,7 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file. What stands in none is not compiled.
+// The kernels of a file.
 template <class Kernel>
 struct Variants {
   const Variant<Kernel>* first;
@@ -72,7 +72,6 @@ struct Variants {
 
 constexpr const char* kNotCompiled = "no kernel is compiled for these dtypes, storage orders and tiles";
 
-// Null if there is none.
 template <class Kernel>
 const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
   for (const auto& variant : all)

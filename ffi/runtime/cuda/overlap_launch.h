@@ -20,7 +20,7 @@ template <class Args, class In, class Out, int kBlockN, bool kMnB>
 constexpr gemm::Variant<OverlappedKernel<Args>> kOverlapped{
     {gemm::kElement<In>, gemm::kElement<Out>, false, kMnB, kBlockN},
     &overlapped_kernel<In, Out, kBlockN, kMnB, Args>,
-    int{sizeof(gemm::Shared<kBlockN, typename AuxOf<Args>::Type>)}};
+    int{sizeof(gemm::Shared<kBlockN, AuxOf<Args>>)}};
 template <class Args>
 constexpr std::array kOverlappedKernels{
     kOverlapped<Args, gemm::Bf16, gemm::Bf16, 128, true>,  kOverlapped<Args, gemm::Bf16, gemm::Bf16, 256, true>,
@@ -45,7 +45,7 @@ inline RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
   return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
 }
 
-// Describes this rank's own rows, which only a gather needs.
+// Only a gather needs a map of this rank's own rows.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
 inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
   return gemm::describe_boxes({args.lhs, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);

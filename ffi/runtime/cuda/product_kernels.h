@@ -1,4 +1,4 @@
-// The kernels of products. Each product_*.cu has a table of some; they are compiled in parallel.
+// The kernels of products. Each product_*.cu has a table of some, so that they compile in parallel.
 #pragma once
 
 #include "gemm/maps.h"

@@ -14,10 +14,9 @@ namespace jax_ep::gemm {
 // Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
 std::optional<std::string> launch(const Product& product, const Config& config, cudaStream_t stream);
 
-// How it is laid over the SMs.
 Config plan_tiles(const Product& product, int sms);
 
-// As it is planned for the current device.
+// With the plan for the current device.
 std::optional<std::string> launch(const Product& product, cudaStream_t stream);
 
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
