@@ -9,7 +9,6 @@
 
 namespace jax_ep {
 
-// The shared memory by which the warps of a CTA signal each other.
 struct Exchanged {
   char* landing;                           // at the peer, or null if nothing may be pushed
   uint32_t landing_known;                  // 1 once `landing` is set

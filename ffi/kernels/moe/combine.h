@@ -22,7 +22,6 @@ JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
-// `kPacks`: the most packs of a batch that a lane has.
 template <class T, int kPacks>
 class Combine {
  public:

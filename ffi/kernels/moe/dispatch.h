@@ -14,7 +14,6 @@
 
 namespace jax_ep {
 
-// Where a token in float8 lands: its values, and their scales.
 struct Float8Address {
   char *values, *scales;
 };

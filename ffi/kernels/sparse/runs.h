@@ -109,7 +109,7 @@ class RunLists {
       list_slice(long_place(i / slices), part_of(args_.entries, i % slices, slices));
   }
 
-  // The number of entries in all lists; the number of long lists, and the place of each.
+  // Of all lists: the entries. Of long lists: how many, and the place of each.
   JAX_EP_FN int count() const { return *args_.listed; }
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
   JAX_EP_FN int long_place(int i) const { return args_.long_places[i]; }

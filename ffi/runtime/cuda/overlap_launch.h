@@ -15,7 +15,6 @@ using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<
 static_assert(parameter_bytes<gemm::Problem, Work<GatherMatmulArgs>>() <= kMaxParameterBytes &&
               parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMaxParameterBytes);
 
-// A gradient has the dtype of its operands.
 template <class Args, class In, class Out, int kBlockN, bool kMnB>
 constexpr gemm::Variant<OverlappedKernel<Args>> kOverlapped{
     {gemm::kElement<In>, gemm::kElement<Out>, false, kMnB, kBlockN},
