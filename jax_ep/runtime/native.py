@@ -1,18 +1,13 @@
 """Groups of the compiled libraries, their errors and their profiles."""
 
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jax_ep import errors
 from jax_ep._kit import ffi
 from jax_ep.errors import CapacityError, JaxEpError, PlatformError
 
-
-class ErrorKind(Protocol):
-    """The enum of the compiled libraries."""
-
-    name: str  # of the exception
+Found = tuple[Any, str]  # an error of a library: its kind, an enum with the names of exceptions, and its message
 
 
 class NativeGroup(Protocol):
@@ -23,8 +18,8 @@ class NativeGroup(Protocol):
 
     def close(self) -> None: ...
     def release(self) -> None: ...
-    def take_error(self) -> tuple[ErrorKind, str] | None: ...  # returns a recoverable error only once
-    def await_failure(self, seconds: float) -> tuple[ErrorKind, str] | None: ...  # also returns if it is closed
+    def take_error(self) -> Found | None: ...  # returns a recoverable error only once
+    def await_failure(self, seconds: float) -> Found | None: ...  # also returns if it is closed
     def history(self) -> list[tuple[int, int, int, str, list[int], list[int], list[tuple[Any, ...]]]]: ...
     def marks(self) -> list[tuple[int, int, str]]: ...  # by local rank: begun, ended, the call begun last
     def start_profile(self) -> None: ...
@@ -40,41 +35,6 @@ def check_xla_flags(platform: str) -> None:
             f"Group: XLA_FLAGS must leave {flag} at its default or SERIALIZE, got {modes[-1]}: "
             "two ops of a device must not overlap"
         )
-
-
-def create_group(
-    platform: str,
-    lines: list[list[int]],
-    timeout: float,
-    *,
-    content: int,
-    index: int = -1,
-    processes: Sequence[Sequence[int]] = (),
-    sockets: Sequence[int] = (),
-    max_sms: int | None = None,
-) -> NativeGroup:
-    """Creates a group. `JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF, so that stale data shows.
-
-    Args:
-      lines: the local ordinals of devices, by line and rank; -1 for a device of another process.
-      timeout: seconds.
-      content: a hash of the devices, the mesh and the axis, by which compiled programs find the group.
-      index: the number of the group among groups of this content, on which all processes agreed; -1: the lowest free.
-      processes: by line and rank, if some are of other processes.
-      sockets: file descriptors by process, connected; -1 where there is none. The group closes them.
-      max_sms: the most SMs that an op takes on a GPU.
-
-    Raises:
-      PlatformError: the compiled library is of another version.
-    """
-    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
-    library = ffi.library(platform)
-    try:
-        return library.Group(lines, timeout, poison, processes, sockets, content, index, max_sms)
-    except library.GroupException as error:
-        raise getattr(errors, error.args[0].name)(error.args[1]) from error
-    except RuntimeError as error:
-        raise JaxEpError(str(error)) from error
 
 
 def close_all() -> None:
@@ -113,7 +73,7 @@ def history(native: NativeGroup) -> list[RankReport]:
     ]
 
 
-def as_error(found: tuple[ErrorKind, str] | None) -> JaxEpError | None:
+def as_error(found: Found | None) -> JaxEpError | None:
     """The exception for an error that a library returned; None for None."""
     return None if found is None else getattr(errors, found[0].name)(found[1])
 

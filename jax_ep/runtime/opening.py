@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import jax
 
+from jax_ep import errors
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.ffi import Ranks
 from jax_ep.runtime import native, rendezvous, topology
@@ -22,28 +22,36 @@ def open_native(
 ) -> tuple[Ranks, native.NativeGroup, Callable[[], None]]:
     """The ranks with their id, their native group, and the function that frees its number when it is closed.
 
+    `JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF, so that stale data shows.
+
     Raises:
-      JaxEpError: as for `rendezvous.introduce` and `native.create_group`.
+      PlatformError: the compiled library is of another version.
+      JaxEpError: as for `rendezvous.introduce`, or what the library raises.
     """
     me, axes = jax.process_index(), checks.axes_of(ranks.axis_name)
-    ordinals = [
+    ordinals = [  # -1 for a device of another process
         [ffi.ordinal(device) if device.process_index == me else -1 for device in line]
         for line in topology.lines(ranks.mesh, axes)
     ]
-    ffi.library(ranks.platform).await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
-    processes = topology.processes(ranks.mesh, axes)
-    everyone = {process for line in processes for process in line}
+    library = ffi.library(ranks.platform)
+    library.await_devices([ordinal for line in ordinals for ordinal in line if ordinal >= 0])
     what = identity(ranks)
-    content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)
+    content = int(hashlib.sha256(what.encode()).hexdigest()[:15], 16)  # by which compiled programs find the group
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
-    create = partial(native.create_group, ranks.platform, ordinals, timeout, content=content, max_sms=most)
-    neighbours: dict[str, Any] = {}
+    poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
+    processes = topology.processes(ranks.mesh, axes)
+    number, sockets = -1, list[int]()  # -1: the lowest that is free. The group closes the sockets
     with contextlib.ExitStack() as on_failure:
-        if everyone != {me}:
-            introduced = rendezvous.introduce(what, me, processes, open_timeout)
-            on_failure.callback(introduced.free)
-            neighbours = {"index": introduced.number, **introduced.neighbours}
-        opened = create(**neighbours)
+        if any({*line} != {me} for line in processes):
+            number, sockets, free = rendezvous.introduce(what, me, processes, open_timeout)
+            on_failure.callback(free)
+        others = processes if sockets else ()
+        try:
+            opened = library.Group(ordinals, timeout, poison, others, sockets, content, number, most)
+        except library.GroupException as error:
+            raise getattr(errors, error.args[0].name)(error.args[1]) from error
+        except RuntimeError as error:
+            raise errors.JaxEpError(str(error)) from error
         return dataclasses.replace(ranks, id=opened.id), opened, on_failure.pop_all().close
 
 

@@ -1,10 +1,7 @@
-"""The meeting of a group's processes: all at once, or none.
+"""The meeting of a group's processes: all at once, or none (docs/design/processes.md).
 
-The lowest process leads. It listens on a Unix socket, and puts the socket's secret into the key-value store of
-jax.distributed. When all processes are connected, the leader sends the ends of a connection to every two processes that
-share a line. A process is there while its connection is open: a process that gives up or dies closes its connection,
-and a process that comes late, or again, finds the latest secret. Nothing is counted, so nothing old is mistaken for
-new.
+A process is there while its connection to the leader, the lowest process, is open. Nothing is counted, so nothing old
+is mistaken for new.
 """
 
 import contextlib
@@ -39,17 +36,17 @@ class Meeting(NamedTuple):
     sockets: dict[int, socket.socket]  # blocking, by process with which this one shares a line; the caller closes them
 
 
-class Introduced(NamedTuple):
-    number: int  # of the group, taken here until `free` is called
-    neighbours: dict[str, Any]  # what the compiled library asks about the group's processes
-    free: Callable[[], None]
-
-
-def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: float) -> Introduced:
+def introduce(
+    what: str, me: int, processes: Sequence[Sequence[int]], timeout: float
+) -> tuple[int, list[int], Callable[[], None]]:
     """Meets the other processes of a group over `what`. All take the same free number for the group.
 
     Args:
       processes: of the ranks along each line.
+
+    Returns:
+      The number; a connected socket's descriptor for each process, -1 where no line is shared, or [] without any; and
+      the function that frees the number.
 
     Raises:
       PlatformError: `jax.distributed.initialize` was not called.
@@ -59,11 +56,8 @@ def introduce(what: str, me: int, processes: Sequence[Sequence[int]], timeout: f
     with _meeting[what]:
         number, sockets = meet(store(), key, me, processes, taken=_numbers[what], timeout=timeout)
         _numbers[what].add(number)
-    neighbours: dict[str, Any] = {}
-    if sockets:
-        descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)]
-        neighbours = {"processes": processes, "sockets": descriptors}
-    return Introduced(number, neighbours, partial(_numbers[what].discard, number))
+    descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)] if sockets else []
+    return number, descriptors, partial(_numbers[what].discard, number)
 
 
 def meet(
@@ -72,12 +66,9 @@ def meet(
     """Returns once all processes that lines connect with `me`, directly or through others, meet with this key.
 
     Args:
-      store: the key-value store of all processes.
       key: names the meeting. A process is in one meeting of a key at a time; later meetings may have the same key.
-      me: the number of this process.
       lines: the processes of the ranks along each line.
       taken: numbers that the meeting must not get.
-      timeout: seconds.
 
     Raises:
       PeerTimeoutError: a process did not come in time. All processes may try again.
