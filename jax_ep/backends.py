@@ -1,26 +1,31 @@
 """How the ranks of a group exchange: by kernels, or by XLA's collectives. group.py has the backend of several nodes."""
 
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jax_ep import profiling
 from jax_ep._kit.checks import Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError, PlatformError
-from jax_ep.runtime import flight_recorder, native
+from jax_ep.runtime import native
 from jax_ep.runtime.watchdog import Watchdog
 
 _LOGGER = logging.getLogger("jax_ep")
 
 
 class Backend:
-    """What a group has from its opening until it is closed. This one holds nothing."""
+    """What a group has from its opening until it is closed.
+
+    Args:
+      opened: the native group of the ranks of this process or node; None without kernels.
+    """
 
     marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read
 
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, opened: native.NativeGroup | None = None):
+        self.ranks, self.native = ranks, opened
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
         """As `Group._resolve`, unless XLA was asked for."""
@@ -28,17 +33,7 @@ class Backend:
 
     def error(self) -> JaxEpError | None:
         """What went wrong. A recoverable error is returned once."""
-        return None
-
-    def report(self) -> list[native.RankReport]:
-        return []
-
-    def marks(self) -> Sequence[tuple[int, int, str]]:
-        """As `NativeGroup.marks`."""
-        return []
-
-    def dump(self, name: str, error: JaxEpError) -> None:
-        """Dumps the flight recorder of a group that has failed."""
+        return None if self.native is None else native.as_error(self.native.take_error())
 
     def close(self, *, in_order: bool) -> None:
         """Called once. Unless `in_order`, the group fails in processes of other nodes."""
@@ -74,30 +69,17 @@ class KernelBackend(Backend):
     def __init__(
         self, ranks: Ranks, opened: native.NativeGroup, free_number: Callable[[], None], name: str, *, exits: bool
     ):
-        super().__init__(ranks)
-        self.native, self._free_number = opened, free_number
+        super().__init__(ranks, opened)
         weakref.finalize(self, opened.release).atexit = False  # at exit the watchdogs close all groups
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(free_number)
+            on_failure.callback(opened.close)
             profiling.group_opened(ranks, opened)
-        except BaseException:
-            self._end()
-            raise
+            self._end = on_failure.pop_all().close
         self._watchdog = Watchdog(opened, name, exits=exits)
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
         return logged(op, "ffi", f"there are kernels for {self.ranks.platform}")
-
-    def error(self) -> JaxEpError | None:
-        return native.as_error(self.native.take_error())
-
-    def report(self) -> list[native.RankReport]:
-        return native.history(self.native)
-
-    def marks(self) -> Sequence[tuple[int, int, str]]:
-        return self.native.marks()
-
-    def dump(self, name: str, error: JaxEpError) -> None:
-        flight_recorder.dump(self.native, name, type(error).__name__, str(error))
 
     def close(self, *, in_order: bool) -> None:
         try:
@@ -105,10 +87,6 @@ class KernelBackend(Backend):
         finally:
             self._end()
             self._watchdog.end()
-
-    def _end(self) -> None:
-        self.native.close()
-        self._free_number()
 
 
 def logged(op: str, implementation: Chosen, why: str) -> Chosen:

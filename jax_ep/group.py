@@ -106,8 +106,9 @@ class Group:
             try:
                 if processes:
                     name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
-                    on_failure = partial(watchdog.handle_loss, inside._backend.dump, name, on_lost == "exit")
-                    self._progress = Progress(inside._backend.marks)
+                    node, exits = inside._backend.native, on_lost == "exit"
+                    on_failure = partial(watchdog.handle_failure, node, name, exits)
+                    self._progress = Progress(tuple if node is None else node.marks)
                     liveness = Liveness(
                         name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure
                     )
@@ -171,7 +172,7 @@ class Group:
         the folder that the environment variable JAX_EP_DUMP names; `python -m jax_ep report` merges the files of all
         processes.
         """
-        return self._backend.report()
+        return [] if self._backend.native is None else native.history(self._backend.native)
 
     def close(self) -> None:
         """Ends the group and frees its memory. Ops that still run get a `GroupClosedError`. May be called twice."""
@@ -262,10 +263,10 @@ class NodesBackend(Backend):
     """
 
     def __init__(self, ranks: Ranks, intranode: Group, liveness: Liveness | None):
-        super().__init__(ranks)
+        super().__init__(ranks, intranode._backend.native)
         self._intranode, self._liveness = intranode, liveness
         if liveness is not None:
-            self.marked = intranode._ranks if intranode._ranks.id >= 0 else None
+            self.marked = None if self.native is None else intranode._ranks
             weakref.finalize(self, liveness.release).atexit = False
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
@@ -288,9 +289,6 @@ class NodesBackend(Backend):
                     return error
                 lost.__cause__ = error
         return lost
-
-    def report(self) -> list[native.RankReport]:
-        return self._intranode.report()
 
     def close(self, *, in_order: bool) -> None:
         if self._liveness is not None:

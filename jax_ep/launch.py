@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jax_ep.runtime import jax_private
+from jax_ep.runtime import jax_private, watchdog
 
 _ROLE = "JAX_EP_LAUNCH"  # in the environment of a started process
 _GRACE_SECONDS = 2.0  # jax takes SIGTERM for a notice, not for an end
@@ -112,18 +112,12 @@ def _run(role: ProcessSpec, options: argparse.Namespace) -> None:
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
         if exit.code:
-            _leave(exit.code if isinstance(exit.code, int) else 1)
+            watchdog.end_process(exit.code if isinstance(exit.code, int) else 1)
     except KeyboardInterrupt:
-        _leave(128 + signal.SIGINT)
+        watchdog.end_process(128 + signal.SIGINT)
     except BaseException:
         traceback.print_exc()
-        _leave(1)
-
-
-def _leave(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        watchdog.end_process(1)
 
 
 _kept: list[Any] = []  # until the process ends

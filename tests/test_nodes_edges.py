@@ -49,7 +49,7 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
     operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
     with over(2, 2) as group:
         assert group.intranode is not None
-        progress = Progress(group.intranode._backend.marks)
+        progress = Progress(helpers.native(group.intranode).marks)
         both = helpers.round_trip(group, num_experts=EXPERTS, implementation="auto")
         saves_dispatch = jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch")
 

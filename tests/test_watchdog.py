@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import Group, PeerTimeoutError
+from jax_ep import Group, JaxEpError, PeerTimeoutError
 from jax_ep.runtime import flight_recorder
 from jax_ep.runtime.report import report
 
@@ -130,7 +130,7 @@ def test_a_full_disk(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        flight_recorder.dump(helpers.native(group), repr(group), "JaxEpError")  # pyright: ignore[reportArgumentType]
+        flight_recorder.dump(helpers.native(group), repr(group), JaxEpError())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     await_log(caplog, "the flight recorder could not be dumped to JAX_EP_DUMP=")

@@ -17,6 +17,7 @@ import time
 import traceback
 from pathlib import Path
 
+from jax_ep.errors import JaxEpError
 from jax_ep.runtime.native import NativeGroup, history
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -25,26 +26,16 @@ _REQUEST = "request"  # a file in it
 NAMES = "jax_ep-*.json"  # their files
 
 
-class Request:
-    """Whether the file `request` was touched since the last look."""
-
-    def __init__(self) -> None:
-        self._seen = _touched()
-
-    def is_new(self) -> bool:
-        before, self._seen = self._seen, _touched()
-        return self._seen not in (None, before)
-
-
-def _touched() -> int | None:
+def last_request() -> int | None:
+    """When the file `request` was touched last; None if there is none."""
     with contextlib.suppress(OSError):
         if folder := os.environ.get(_FOLDER):
             return os.stat(Path(folder) / _REQUEST).st_mtime_ns
     return None
 
 
-def dump(native: NativeGroup, group: str, error: str = "", message: str = "") -> None:
-    """Writes a dump, and logs where; or why not."""
+def dump(native: NativeGroup, group: str, error: JaxEpError | None = None) -> None:
+    """Writes a dump, of a failed group with its error, and logs where; or why not."""
     level = logging.ERROR if error else logging.WARNING
     folder = os.environ.get(_FOLDER)
     if not folder:
@@ -53,8 +44,8 @@ def dump(native: NativeGroup, group: str, error: str = "", message: str = "") ->
     content = {
         "group": group,
         "id": native.id,  # the same in all processes of the group
-        "error": error,  # its type; none on request
-        "message": message,
+        "error": type(error).__name__ if error else "",  # none on request
+        "message": str(error or ""),
         "time": time.time(),
         "host": socket.gethostname(),
         "process": os.getpid(),

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
 
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import flight_recorder
@@ -14,67 +13,61 @@ from jax_ep.runtime.native import NativeGroup, as_error, close_all
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
 EXIT_CODE = 75  # of a process whose group has failed, with on_lost="exit": EX_TEMPFAIL, for "try again"
-_watching: set[threading.Thread] = set()
 
 
-class Watchdog:
+class Watchdog(threading.Thread):
     """Watches a group until it fails or is closed.
 
     Args:
       native: the group, as its library holds it.
-      name: of the group, for the log.
+      group: its name, for the log.
       exits: whether a failure ends the process.
     """
 
-    def __init__(self, native: NativeGroup, name: str, *, exits: bool):
+    def __init__(self, native: NativeGroup, group: str, *, exits: bool):
+        super().__init__(name="jax_ep watchdog", daemon=True)
+        self._native, self._group, self._exits = native, group, exits
         self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=_watch, args=(native, name, exits, self._ended), name="jax_ep watchdog", daemon=True
-        )
-        _watching.add(self._thread)
-        self._thread.start()
+        self.start()
+
+    def run(self) -> None:
+        error, asked = None, flight_recorder.last_request()
+        while error is None and not self._ended.is_set():
+            error = as_error(self._native.await_failure(_PERIOD_SECONDS))
+            before, asked = asked, flight_recorder.last_request()
+            if error is None and asked not in (None, before):
+                flight_recorder.dump(self._native, self._group)
+        if error is not None and not isinstance(error, GroupClosedError):
+            _LOGGER.error("%s: %s: %s", self._group, type(error).__name__, error)
+            handle_failure(self._native, self._group, self._exits, error)
 
     def end(self) -> None:
         """Ends the thread, when the group is closed. The thread may be writing a report."""
         self._ended.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout=10 * _PERIOD_SECONDS)
+        if self is not threading.current_thread():
+            self.join(timeout=10 * _PERIOD_SECONDS)
 
 
 @atexit.register
 def _end_all() -> None:
     """Ends all threads before the interpreter ends: a thread that returns from native code later kills the process."""
     close_all()
-    for thread in list(_watching):
-        thread.join(timeout=10 * _PERIOD_SECONDS)
+    for thread in threading.enumerate():
+        if isinstance(thread, Watchdog):
+            thread.join(timeout=10 * _PERIOD_SECONDS)
 
 
-def handle_loss(dump: Callable[[str, JaxEpError], None], name: str, exits: bool, error: JaxEpError) -> None:
-    """A group across nodes has failed: dumps the flight recorder of its ranks in this process, which then `exits`."""
-    dump(name, error)
+def handle_failure(native: NativeGroup | None, group: str, exits: bool, error: JaxEpError) -> None:
+    """Dumps the flight recorder of a group's ranks in this process, which then `exits`."""
+    if native is not None:
+        flight_recorder.dump(native, group, error)
     if exits:
-        _exit(name)
+        _LOGGER.error("%s: the process ends with code %d, as on_lost='exit' asks", group, EXIT_CODE)
+        end_process(EXIT_CODE)
 
 
-def _exit(name: str) -> None:
-    _LOGGER.error("%s: the process ends with code %d, as on_lost='exit' asks", name, EXIT_CODE)
+def end_process(code: int) -> None:
+    """At once: jax.distributed would wait for other processes at exit."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(EXIT_CODE)
-
-
-def _watch(native: NativeGroup, name: str, exits: bool, ended: threading.Event) -> None:
-    try:
-        found, request = None, flight_recorder.Request()
-        while found is None and not ended.is_set():
-            found = as_error(native.await_failure(_PERIOD_SECONDS))
-            if found is None and request.is_new():
-                flight_recorder.dump(native, name)
-        if found is not None and not isinstance(found, GroupClosedError):
-            kind, message = type(found).__name__, str(found)
-            _LOGGER.error("%s: %s: %s", name, kind, message)
-            flight_recorder.dump(native, name, kind, message)
-            if exits:
-                _exit(name)
-    finally:
-        _watching.discard(threading.current_thread())
+    os._exit(code)
