@@ -48,21 +48,26 @@ def profile(path: str | Path) -> Iterator[None]:
       OSError: the file cannot be written.
       TypeError: this is no path.
     """
+    global _profile
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"profile: path must be a str or a path, got {type(path).__name__}")
-    current = _begin(Path(path))
-    with current.file:
-        try:
-            yield
-        finally:
-            _end(current)
-            _write(current)
+    with contextlib.ExitStack() as at_end:
+        with _lock:
+            if _profile is not None:
+                raise RuntimeError(f"profile: already writing to {str(_profile.path)!r}; profiles do not nest")
+            current = _Profile(Path(path))
+            file = at_end.enter_context(_open_trace(current.path))
+            at_end.callback(_write, file, current)
+            at_end.callback(_end, current)
+            _profile = current
+            for group, native in _groups.items():
+                current.start(group, native)
+        yield
 
 
 class _Profile:
     def __init__(self, path: Path):
         self.path = path
-        self.file = _open_trace(_path_of_process(path))
         self.groups: dict[Ranks, NativeGroup] = {}  # profiled now; kept alive until they are read
         self.ranks: list[tuple[Ranks, list[RankProfile]]] = []
 
@@ -90,22 +95,6 @@ def group_closing(group: Ranks) -> None:
             _profile.stop(group)
 
 
-def _begin(path: Path) -> _Profile:
-    global _profile
-    with _lock:
-        if _profile is not None:
-            raise RuntimeError(f"profile: already writing to {str(_profile.path)!r}; profiles do not nest")
-        _profile = current = _Profile(path)
-        try:
-            for group, native in _groups.items():
-                current.start(group, native)
-        except BaseException:
-            _end(current)
-            current.file.close()
-            raise
-        return current
-
-
 def _end(current: _Profile) -> None:
     global _profile
     with _lock:
@@ -114,26 +103,20 @@ def _end(current: _Profile) -> None:
             current.stop(group)
 
 
-def _path_of_process(path: Path) -> Path:
-    if jax.process_count() == 1:
-        return path
-    return path.with_suffix(f".{jax.process_index()}{path.suffix}")
-
-
 def _open_trace(path: Path) -> IO[str]:
+    if jax.process_count() > 1:
+        path = path.with_suffix(f".{jax.process_index()}{path.suffix}")
     try:
         return path.open("w")
     except OSError as error:
         raise OSError(f"profile: path must be a file that can be written, got {str(path)!r}: {error}") from error
 
 
-def _write(current: _Profile) -> None:
-    current.file.write('{"displayTimeUnit": "ns", "traceEvents": [')
-    separator = "\n"
-    for event in _events(current):
-        current.file.write(separator + json.dumps(event))
-        separator = ",\n"
-    current.file.write("\n]}\n")
+def _write(file: IO[str], current: _Profile) -> None:
+    file.write('{"displayTimeUnit": "ns", "traceEvents": [')
+    for number, event in enumerate(_events(current)):  # too many for one text
+        file.write(("," if number else "") + "\n" + json.dumps(event))
+    file.write("\n]}\n")
 
 
 def _events(current: _Profile) -> Iterator[dict[str, Any]]:
