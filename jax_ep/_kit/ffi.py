@@ -125,11 +125,11 @@ class Ranks:
 def call(
     name: str,
     *operands: jax.Array,
-    ranks: Ranks,
+    ranks: Ranks | None,
     updated: jax.Array | None = None,
     **settings: bool | int | float | str | np.dtype,
 ) -> dict[str, jax.Array]:
-    """Calls an op of a group, for the kernels.py of its family.
+    """Calls an op, for the kernels.py of its family.
 
     Its OpSpec (ffi/kernels/<family>/args.h) lists operands, settings and results. Results vary over the axes that the
     first operand varies over. A batch (`jax.vmap`) is one call after the other, in the same order on all devices:
@@ -137,6 +137,7 @@ def call(
 
     Args:
       name: of the FFI target, without prefix.
+      ranks: None for a local op. Only the library for CUDA has kernels for local ops.
       updated: the last operand, whose values a result starts from.
 
     Returns:
@@ -144,12 +145,17 @@ def call(
     """
     operands = (*operands, updated) if updated is not None else operands
     plain = {key: _python_value(value) for key, value in settings.items()}
-    op, types = _results_of(ranks.platform, name, ranks.size, **plain)
-    operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
+    attributes = {"release": __version__}  # a saved program may meet a library of another release
+    attributes |= {key: _attribute(value) for key, value in plain.items()}
+    if ranks is None:
+        op, types = _results_of("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
+    else:
+        op, types = _results_of(ranks.platform, name, ranks.size, **plain)
+        attributes |= {"group": np.int64(ranks.id), "site": _call_site()}
+        operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
     names = [result.name for result in types if result.name != WORKSPACE]
-    axes = frozenset(checks.axes_of(ranks.axis_name))
+    axes = frozenset(checks.axes_of(ranks.axis_name) if ranks else ())
     aliases = {len(operands) - 1: i for i, result in enumerate(types) if result.updates}
-    site = _call_site()
 
     def type_of(result: _Result, operands: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
         if result.updates:
@@ -160,11 +166,10 @@ def call(
     def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [type_of(result, operands) for result in types]
         called = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
-        attributes = {"group": np.int64(ranks.id), "site": site, **_attributes(plain)}
         return called(*operands, **attributes)[: len(names)]
 
     returned = sequential_vmap(one_call)(*operands)
-    if ranks.platform != "cpu":
+    if ranks is not None and ranks.platform != "cpu":
         # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
         # of its results, and runs the call again for the other results. The barrier prevents that.
         returned = jax.lax.optimization_barrier(returned)
@@ -184,25 +189,8 @@ def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[
         input_output_aliases={i: i for i in range(len(arrays))},
         vmap_method="broadcast_all",
     )
-    attributes = {"group": np.int64(ranks.id), "site": text, "begins": begins, **_attributes({})}
+    attributes = {"group": np.int64(ranks.id), "site": text, "begins": begins, "release": __version__}
     return jax.lax.optimization_barrier(called(*arrays, **attributes))  # as in `call`
-
-
-def call_local(name: str, *operands: jax.Array, **settings: bool | int | str | np.dtype) -> dict[str, jax.Array]:
-    """Calls a local op: `call` without a group. Only the library for CUDA has kernels for local ops.
-
-    Returns:
-      Its results by name.
-    """
-    plain = {key: _python_value(value) for key, value in settings.items()}
-    _, types = _results_of("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
-
-    def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
-        results = [vary.result_type(result.shape, np.dtype(result.dtype), operands[0]) for result in types]
-        return jax.ffi.ffi_call(f"jax_ep_{name}", results)(*operands, **_attributes(plain))
-
-    called = sequential_vmap(one_call)(*operands)
-    return {result.name: x for result, x in zip(types, called, strict=True) if result.name != WORKSPACE}
 
 
 def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
@@ -210,11 +198,6 @@ def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | fl
     if isinstance(value, np.dtype):
         return value.name
     return value if isinstance(value, (bool, float, str)) else operator.index(value)
-
-
-def _attributes(plain: dict[str, bool | int | float | str]) -> dict[str, Any]:
-    """The settings, and the release whose calls they are: a saved program may meet a library of another one."""
-    return {"release": __version__} | {key: _attribute(value) for key, value in plain.items()}
 
 
 def _attribute(value: bool | int | float | str) -> Any:

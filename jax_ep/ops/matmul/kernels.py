@@ -85,9 +85,10 @@ def _call(
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = epilogue == "gated" and len(rhs) == 1
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
-    return ffi.call_local(
+    return ffi.call(
         "grouped_matmul",
         *jax.tree.leaves([*first, *second, group_sizes, indices]),
+        ranks=None,
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(first[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
