@@ -6,6 +6,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
+import jax
 from jax.sharding import Mesh
 
 from jax_ep._kit import checks, ffi, meshes
@@ -13,12 +14,14 @@ from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
 from jax_ep.backends import Backend, KernelBackend, XlaBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
-from jax_ep.runtime import native, open_groups, opening, timeouts, topology, watchdog
+from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
 from jax_ep.runtime.liveness import Liveness, heartbeat_thread
 from jax_ep.runtime.progress import Progress
 
 OnLost = Literal["raise", "exit"]
+_open: "weakref.WeakSet[Group]" = weakref.WeakSet()
+_open_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
 
 
 class Group:
@@ -92,7 +95,8 @@ class Group:
         self._lock = threading.Lock()
         self._progress = Progress()
         self._backend = self._open(across_nodes, timeouts.opening(open_timeout, timeout), max_sms, on_lost)
-        open_groups.add(self)
+        with _open_lock:
+            _open.add(self)
 
     def _open(
         self, across_nodes: bool | None, open_timeout: timeouts.Deadline, max_sms: int | None, on_lost: OnLost
@@ -101,7 +105,8 @@ class Group:
         waits: dict[str, Any] = {"timeout": self.timeout, "open_timeout": open_timeout}
         if topology.crosses_nodes(self.mesh, self.axis_name, self.platform, across_nodes, open_timeout):
             self.intranode = inside = Group(self.mesh, axes[-1], **waits, max_sms=max_sms, on_lost=on_lost)
-            open_groups.discard(inside)
+            with _open_lock:
+                _open.discard(inside)
             processes, liveness = topology.other_processes(self.mesh, axes), None
             try:
                 if processes:
@@ -183,7 +188,8 @@ class Group:
             if self._closed:
                 return
             self._closed = True
-        open_groups.discard(self)
+        with _open_lock:
+            _open.discard(self)
         self._backend.close(in_order=in_order)
 
     def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Chosen:
@@ -307,3 +313,21 @@ def check_group(op: str, group: Any) -> None:
         raise TypeError(f"{op}: group must be an open jax_ep.Group(mesh, axis_name), got {checks.describe(group)}")
     group.check()
     meshes.check_inside_shard_map(op, group.mesh, group.axis_name)
+
+
+def find_group(op: str, axis_name: AxisName) -> Group:
+    """The open group over `axis_name` of the mesh that is manual here.
+
+    Raises:
+      ValueError: no such axis is manual here, there is no such group, or more than one.
+    """
+    axis_name = checks.canonical_axis(axis_name)
+    meshes.check_manual_axis(op, axis_name)
+    with _open_lock:
+        groups = list(_open)
+    found = [group for group in groups if group.axis_name == axis_name and meshes.is_mesh_here(group.mesh)]
+    if len(found) == 1:
+        return found[0]
+    what = "no open jax_ep.Group" if not found else f"{len(found)} open jax_ep.Groups"
+    shape = dict(jax.sharding.get_abstract_mesh().shape)
+    raise ValueError(f"{op}: {what} over axis {axis_name!r} of a mesh {shape}; open exactly one, or pass group=")

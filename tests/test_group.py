@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jax_ep import Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
-from jax_ep.runtime import native as native_module, open_groups
+from jax_ep.group import find_group
+from jax_ep.runtime import native as native_module
 
 SIZE, EXPERTS = 2, 8
 
@@ -109,7 +110,7 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
         for _ in range(3):
             opened.enter_context(Group(mesh, "ep"))
         with pytest.raises(ValueError, match=r"no open jax_ep.Group over axis 'ep'"):
-            open_groups.find("test", "ep")
+            find_group("test", "ep")
 
 
 @pytest.mark.parametrize("timeout", [np.float32(30), pytest.param(10**400, id="huge"), float("inf")])

@@ -10,9 +10,8 @@ import numpy as np
 from jax_ep._kit import checks, ffi, vary
 from jax_ep._kit.checks import AxisName, Implementation
 from jax_ep.errors import InvalidRoutingError
-from jax_ep.group import Group, check_group
+from jax_ep.group import Group, check_group, find_group
 from jax_ep.ops.ragged import gradients, xla
-from jax_ep.runtime import open_groups
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import undelivered_if
 
@@ -91,7 +90,7 @@ def ragged_all_to_all(
 
 def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
     checks.check_axis(op, axis_name)
-    found: Group = open_groups.find(op, axis_name) if group is None else group
+    found = find_group(op, axis_name) if group is None else group
     check_group(op, found)
     if checks.canonical_axis(axis_name) != found.axis_name:
         raise ValueError(f"{op}: group is over axis {found.axis_name!r}, axis_name is {axis_name!r}")
