@@ -55,16 +55,12 @@ def check_array(
         return
     allowed = dtype if isinstance(dtype, tuple) else (dtype,)
     if dtype in KINDS:
-        fits, what = _is_of_kind(x.dtype, allowed), f"{KINDS[dtype]} dtype"
+        fits, what = any(jnp.issubdtype(x.dtype, kind) for kind in allowed), f"{KINDS[dtype]} dtype"
     else:
         allowed = tuple(map(np.dtype, allowed))
         fits, what = x.dtype in allowed, f"dtype {', '.join(map(str, allowed))}"
     if not fits:
         raise TypeError(f"{op}: {name} must be of {what}, got {x.dtype}")
-
-
-def _is_of_kind(dtype: Any, kinds: tuple[Any, ...]) -> bool:
-    return is_jax_dtype(dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def check_whole_bytes(op: str, name: str, x: Any) -> None:
@@ -97,7 +93,7 @@ def check_int(op: str, name: str, value: int, *, least: int = 1, below_32_bits: 
 def check_number(op: str, name: str, value: Any) -> None:
     """A real number: Python's, or an array of one, which may be traced."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if array.ndim or not _is_of_kind(array.dtype, NUMBERS):
+    if array.ndim or not any(jnp.issubdtype(array.dtype, kind) for kind in NUMBERS):
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
 
 
