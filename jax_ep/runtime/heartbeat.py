@@ -10,7 +10,6 @@ import json
 import logging
 import secrets
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,14 +40,9 @@ class GroupPart(NamedTuple):
     ended: int = 0
     last: str = ""  # the op that was begun last
 
-    @property
-    def is_over(self) -> bool:
-        return self.state in (CLOSED, LEFT)
-
-
-def _typed(part: GroupPart) -> GroupPart:
-    group, state, seen, begun, ended, last = part
-    return GroupPart(str(group), str(state), str(seen), int(begun), int(ended), str(last))
+    @classmethod
+    def parse(cls, group: Any, state: Any, seen: Any, begun: Any, ended: Any, last: Any, *_: Any) -> Self:
+        return cls(str(group), str(state), str(seen), int(begun), int(ended), str(last))
 
 
 class Heartbeat(NamedTuple):
@@ -67,17 +61,12 @@ class Heartbeat(NamedTuple):
         """
         try:
             incarnation, beat, parts, *_ = json.loads(text)
-            fields = len(GroupPart._fields)
-            found = {key: GroupPart(*part[:fields]) for key, part in parts.items()}
-            return cls(incarnation, beat, {key: _typed(part) for key, part in found.items()})
+            return cls(incarnation, beat, {key: GroupPart.parse(*part) for key, part in parts.items()})
         except (TypeError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError(f"no heartbeat: {text!r}") from error
 
     def __str__(self) -> str:
         return json.dumps(self)
-
-    def last_part(self, group: str) -> str | None:
-        return next((key for key, part in reversed([*self.parts.items()]) if part.group == group), None)
 
 
 class Readings(NamedTuple):
@@ -104,7 +93,6 @@ class HeartbeatThread:
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._silent = False
-        self._asked: float | None = None  # when the store was called, until the call returns
         self._thread: threading.Thread | None = None
 
     @property
@@ -132,7 +120,7 @@ class HeartbeatThread:
         """Changes fields of a part. It ends once, by its `state`."""
         with self._lock:
             self._parts[part] = self._parts[part]._replace(**changed)
-            ended = [key for key, each in self._parts.items() if each.is_over]
+            ended = [key for key, each in self._parts.items() if each.state in (CLOSED, LEFT)]
             for key in ended[:-_MOST_ENDED]:
                 del self._parts[key]
             if len(self._parts) > len(ended[-_MOST_ENDED:]):
@@ -149,9 +137,8 @@ class HeartbeatThread:
 
     def _join(self) -> None:
         """Waits for the last heartbeat, but not for a coordinator that does not answer."""
-        waited = 0.0 if self._asked is None else time.monotonic() - self._asked
         if self._thread is not None:
-            self._thread.join(timeout=max(0.0, _JOIN_SECONDS - waited))
+            self._thread.join(timeout=_JOIN_SECONDS)
 
     def _run(self, stopped: threading.Event) -> None:
         try:
@@ -170,7 +157,6 @@ class HeartbeatThread:
             return False
         with self._lock:
             heartbeat = Heartbeat(self._incarnation, next(self._beats), dict(self._parts))
-        self._asked = time.monotonic()
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             store.key_value_set(self._key, str(heartbeat), allow_overwrite=True)
             readings: dict[int, Heartbeat] = {}
@@ -180,7 +166,6 @@ class HeartbeatThread:
                     if str(int(process)) == process:
                         readings[int(process)] = Heartbeat.parse(text)
             self.readings = Readings(self.readings.reads + 1, readings)
-        self._asked = None
         return True
 
     def _pause(self) -> float:

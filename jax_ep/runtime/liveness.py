@@ -1,13 +1,9 @@
-"""Finds out, by heartbeats, when all processes of a group across nodes are there, and which process is lost later.
+"""Finds out, by heartbeats, when all processes of a group across nodes are there, and which process is lost later
+(docs/design/processes.md).
 
-*Opening.* Every process publishes which parts of the group it sees: the latest part of each process. If all publish the
-same parts, every process has seen every other part since it began its own. So all processes are alive and are opening
-this group. Old entries of dead processes, and parts of other groups, never agree.
-
-*Loss.* A process without a new heartbeat for longer than the group's timeout is lost: it ended, was stopped, or its
-interpreter was blocked. A process that leaves the group by an error counts as silent from then on. A process that has
-closed the group may fall silent. Processes that live may still wait for each other for ever: see `progress`. The store
-is in process 0, with the coordinator of jax.distributed; if the store does not answer, process 0 is lost.
+Every process publishes which parts of the group it sees: the latest part of each process. If all publish the same
+parts, every process has seen every other part since it began its own. So all processes are alive and are opening this
+group. Old entries of dead processes, and parts of other groups, never agree.
 """
 
 import atexit
@@ -39,23 +35,16 @@ class FailureDetector:
     """How long processes have been silent, and which are lost. Time in which this process was stopped does not count.
 
     Args:
-      others: by process, what an error calls it.
-      timeout: seconds.
+      others, timeout, parts: as `others`, `limit` and `parts` of HangDetector.
       readings: the first, with heartbeats of all of them.
-      parts: by process, the id of its part.
-      longest_pause: seconds between two reads of a store that answers.
+      pause: the most seconds between two reads of a store that answers.
     """
 
     def __init__(
-        self,
-        others: Mapping[int, str],
-        timeout: float,
-        readings: Readings,
-        parts: Mapping[int, str],
-        longest_pause: float,
+        self, others: Mapping[int, str], timeout: float, readings: Readings, parts: Mapping[int, str], pause: float
     ):
-        self._others, self._limit, self.readings, self._parts = others, max(timeout, _LEAST_SECONDS), readings, parts
-        self._pause = longest_pause
+        self._others, self.readings, self._parts, self._pause = others, readings, parts, pause
+        self._limit = max(timeout, _LEAST_SECONDS)
         self._states = dict.fromkeys(others, OPEN)  # of their parts
         self._seconds = dict.fromkeys(others, 0.0)
         self._unanswered = 0.0  # seconds since the store was read
@@ -85,19 +74,17 @@ class FailureDetector:
             old, new = before.by_process[process], self.readings.by_process[process]
             if new.incarnation != old.incarnation:
                 return f"{who} was started again"
-            state = self._states[process] = self._state(process)
+            part = new.parts.get(self._parts[process])
+            if part is not None:
+                self._states[process] = part.state
+            elif self._states[process] != LEFT:  # it has ended, and is no longer named
+                self._states[process] = CLOSED
+            state = self._states[process]
             alive = state == CLOSED or (state != LEFT and new.beat != old.beat)
             self._seconds[process] = 0.0 if alive else self._seconds[process] + waited
             if self._seconds[process] > self._limit:
                 return self._silent(process)
         return None
-
-    def _state(self, process: int) -> str:
-        """The state of a process' part. A part that has ended, and is no longer named, keeps its state."""
-        part = self.readings.by_process[process].parts.get(self._parts[process])
-        if part is None:
-            return LEFT if self._states[process] == LEFT else CLOSED
-        return part.state
 
     def _silent(self, process: int) -> str:
         who, seconds = self._others[process], self._seconds[process]
@@ -111,7 +98,7 @@ class Liveness:
 
     Args:
       name: of the group, for the log.
-      over: a text that identifies the devices, mesh and axis of the group, the same in all its processes.
+      over: `opening.identity` of the group.
       others: by process, what an error calls it; at least one.
       timeout: seconds of silence after which a process is lost; at least 2.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
@@ -143,9 +130,8 @@ class Liveness:
             try:
                 readings, parts = self._meet(group, others, open_timeout)
                 thread.update(self._part, state=OPEN)
-                longest_pause = thread.period + _STOPPED_SECONDS
                 limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
-                self._detector = FailureDetector(others, limit, readings, parts, longest_pause)
+                self._detector = FailureDetector(others, limit, readings, parts, thread.period + _STOPPED_SECONDS)
                 self._hangs = HangDetector(others, limit, parts, self._detector.lives)
                 self._thread = threading.Thread(target=self._watch, name="jax_ep liveness", daemon=True)
                 self._thread.start()
@@ -190,11 +176,12 @@ class Liveness:
             readings = self._heartbeat.readings
             # A process may have met with an older part of this one, and have begun a newer part since.
             if missing := _missing(readings, others, parts, seen):
-                last = {
-                    process: readings.by_process[process].last_part(group)
+                parts = {
+                    process: part  # the last of each process
                     for process in others.keys() & readings.by_process
+                    for part, each in readings.by_process[process].parts.items()
+                    if each.group == group
                 }
-                parts = {process: part for process, part in last.items() if part is not None}
                 everyone = " ".join(sorted([self._part, *parts.values()]))
                 seen = hashlib.sha256(everyone.encode()).hexdigest()[:16]
                 self._heartbeat.update(self._part, seen=seen)
