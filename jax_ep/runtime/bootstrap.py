@@ -114,9 +114,12 @@ class Listener:
     def _finish_handshake(self, connection: socket.socket) -> None:
         try:
             handshake = connection.recv(_LONGEST)
-            sender, payload = self._verify(handshake)
+            payload, [_, sender] = handshake[_HANDSHAKE.size :], _HANDSHAKE.unpack_from(handshake)
+            proven = hmac.compare_digest(handshake, _handshake(self._secret, sender, self._process, payload))
+            if not proven or sender not in self._others:
+                raise OSError("no proof of the secret, or of none of the others")
             connection.send(_handshake(self._secret, self._process, sender))
-        except (OSError, ValueError):
+        except (OSError, struct.error):
             self._reject(connection)
             return
         if sender in self.accepted:  # its older connection has not been seen to close
@@ -124,16 +127,6 @@ class Listener:
         del self._pending[connection]
         self._selector.modify(connection, selectors.EVENT_READ, sender)
         self.accepted[sender] = Accepted(connection, payload)
-
-    def _verify(self, handshake: bytes) -> tuple[int, bytes]:
-        """The process and its payload; ValueError if the handshake does not prove one of the others."""
-        payload = handshake[_HANDSHAKE.size :]
-        sender = _HANDSHAKE.unpack_from(handshake)[1] if len(handshake) >= _HANDSHAKE.size else -1
-        if sender not in self._others or not _equal(
-            handshake, _handshake(self._secret, sender, self._process, payload)
-        ):
-            raise ValueError("no proof of the secret")
-        return sender, payload
 
     def _reject(self, connection: socket.socket) -> None:
         del self._pending[connection]
@@ -154,10 +147,7 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
     """Connects to the listener of `peer`: a blocking connection that keeps messages apart; the caller closes it.
 
     Args:
-      secret: the listener's.
-      process: the number of this process.
-      peer: the number of the process that listens.
-      payload: bytes for the peer.
+      process, peer: the numbers of this process, and of the one that listens.
       timeout: seconds to wait for the answer.
 
     Raises:
@@ -168,7 +158,13 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
     with contextlib.ExitStack() as on_failure:
         connection = on_failure.enter_context(_new_socket())
         try:
-            _connect_socket(connection, _socket_name(secret, peer), deadline)
+            while True:
+                connection.settimeout(_left(deadline))
+                try:
+                    connection.connect(_socket_name(secret, peer))
+                    break
+                except BlockingIOError:  # the backlog is full
+                    time.sleep(_RETRY_SECONDS)
             if peer_uid(connection) != os.getuid():
                 raise PeerLostError(f"process {peer} belongs to another user")
             connection.settimeout(_left(deadline))
@@ -178,7 +174,7 @@ def connect(secret: str, process: int, peer: int, payload: bytes = b"", *, timeo
             raise PeerTimeoutError(f"process {peer} did not answer within {timeout:g} s") from None
         except OSError as error:
             raise PeerLostError(f"process {peer} went away while process {process} connected: {error}") from error
-        if not _equal(answer, _handshake(secret, peer, process)):
+        if not hmac.compare_digest(answer, _handshake(secret, peer, process)):
             raise PeerLostError(f"process {peer} rejected the connection of process {process}")
         connection.settimeout(None)
         on_failure.pop_all()
@@ -225,17 +221,6 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _connect_socket(connection: socket.socket, name: str, deadline: float) -> None:
-    """Connects, and retries on EAGAIN, by which a Unix socket says that its backlog is full."""
-    while True:
-        connection.settimeout(_left(deadline))
-        try:
-            connection.connect(name)
-            return
-        except BlockingIOError:
-            time.sleep(_RETRY_SECONDS)
-
-
 def _close(connection: socket.socket) -> None:
     """Closes a socket, also in forked processes that hold it open."""
     with contextlib.suppress(OSError):
@@ -251,10 +236,6 @@ def _socket_name(secret: str, process: int) -> str:
 def _handshake(secret: str, sender: int, receiver: int, payload: bytes = b"") -> bytes:
     proof = hmac.digest(secret.encode(), f"{sender} to {receiver} ".encode() + payload, "sha256")
     return _HANDSHAKE.pack(proof, sender) + payload
-
-
-def _equal(one: bytes, other: bytes) -> bool:
-    return hmac.compare_digest(one, other)
 
 
 def _left(deadline: float) -> float:

@@ -1,5 +1,6 @@
 """The timeouts of a group: given, or from the environment."""
 
+import contextlib
 import os
 import time
 from typing import Self
@@ -43,11 +44,8 @@ def opening(open_timeout: float | None, timeout: float) -> Deadline:
 
 
 def default() -> float:
-    given = os.environ.get("JAX_EP_TIMEOUT")
-    try:
-        given_seconds = DEFAULT_TIMEOUT if given is None else float(given)
-    except ValueError:
-        given_seconds = -1.0
-    if not given_seconds > 0:
-        raise ValueError(f"Group: JAX_EP_TIMEOUT must be a positive number of seconds, got {given!r}")
-    return given_seconds
+    given = os.environ.get("JAX_EP_TIMEOUT", str(DEFAULT_TIMEOUT))
+    with contextlib.suppress(ValueError):
+        if (given_seconds := float(given)) > 0:
+            return given_seconds
+    raise ValueError(f"Group: JAX_EP_TIMEOUT must be a positive number of seconds, got {given!r}")
