@@ -167,23 +167,17 @@ class _Participants:
         return True
 
     def join(self, taken: Collection[int]) -> Meeting:
-        pause = _FIRST_PAUSE
+        payload, pause = json.dumps(sorted(taken)).encode(), _FIRST_PAUSE
         while True:
-            if (secret := self._look_up_secret()) is not None and (leader := self._connect(secret, taken)) is not None:
-                with leader:
-                    if (meeting := self._follow(leader)) is not None:
-                        return meeting
-                pause = _FIRST_PAUSE
+            if (secret := self._look_up_secret()) is not None:
+                timeout = min(_ANSWER_SECONDS, self._left())
+                with contextlib.suppress(PeerLostError, PeerTimeoutError):  # the leader of this secret has gone
+                    with bootstrap.connect(secret, self._me, self.leader, payload, timeout=timeout) as leader:
+                        if (meeting := self._follow(leader)) is not None:
+                            return meeting
+                    pause = _FIRST_PAUSE
             time.sleep(min(pause, self._left()))
             pause = min(2 * pause, _LONGEST_PAUSE)
-
-    def _connect(self, secret: str, taken: Collection[int]) -> socket.socket | None:
-        """A connection to the leader; None if the leader of this secret has gone."""
-        payload, timeout = json.dumps(sorted(taken)).encode(), min(_ANSWER_SECONDS, self._left())
-        try:
-            return bootstrap.connect(secret, self._me, self.leader, payload, timeout=timeout)
-        except (PeerLostError, PeerTimeoutError):
-            return None
 
     def _follow(self, leader: socket.socket) -> Meeting | None:
         """Follows the leader's messages; None if the leader goes."""

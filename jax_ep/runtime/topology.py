@@ -5,7 +5,8 @@ Between nodes a rank exchanges only with the ranks of its own index, so every ne
 its own GPU (as in DeepEP's internode kernels).
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -42,21 +43,17 @@ def spans_processes(mesh: Mesh, axes: Sequence[str]) -> bool:
 
 def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
     """The processes that lines along `axes` join with this one, directly or not, and what errors call them."""
-    everywhere, ranks = processes(mesh, axes), dict[int, set[int]]()
+    everywhere, ranks = processes(mesh, axes), defaultdict[int, set[int]](set)
     others = rendezvous.neighbours(everywhere, jax.process_index()).keys() - {jax.process_index()}
     for line in everywhere:
         for rank, process in enumerate(line):
-            if process in others:
-                ranks.setdefault(process, set()).add(rank)
-    inside = mesh.shape[axes[-1]]
-    return {process: f"process {process} ({_node_and_rank(sorted(its), inside)})" for process, its in ranks.items()}
+            ranks[process].add(rank)
 
+    def names(numbers: set[int]) -> str:
+        return ", ".join(map(str, sorted(numbers)))
 
-def _node_and_rank(ranks: Sequence[int], inside: int) -> str:
-    def names(numbers: Iterable[int]) -> str:
-        return ", ".join(map(str, sorted(set(numbers))))
-
-    return f"node {names(rank // inside for rank in ranks)}, rank {names(ranks)}"
+    nodes = {process: {rank // mesh.shape[axes[-1]] for rank in ranks[process]} for process in others}
+    return {p: f"process {p} (node {names(nodes[p])}, rank {names(ranks[p])})" for p in sorted(others)}
 
 
 def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: Deadline) -> bool:
