@@ -16,20 +16,27 @@ _LOGGER = logging.getLogger("jax_ep")
 
 
 class Backend:
-    """What a group has from its opening until it is closed.
+    """What a group has from its opening until it is closed. By itself it calls no kernels.
 
     Args:
       opened: the native group of the ranks of this process or node; None without kernels.
+      refusal: the error of an op that asks for kernels.
+      why_xla: why implementation="auto" is "xla"; None: it asks for kernels.
     """
 
     marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read
 
-    def __init__(self, ranks: Ranks, opened: native.NativeGroup | None = None):
+    def __init__(
+        self, ranks: Ranks, opened: native.NativeGroup | None, refusal: str | None = None, why_xla: str | None = None
+    ):
         self.ranks, self.native = ranks, opened
+        self._refusal, self._why_xla = refusal, why_xla
 
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
         """As `Group._resolve`, unless XLA was asked for."""
-        raise NotImplementedError
+        if implementation == "auto" and self._why_xla:
+            return logged(op, "xla", self._why_xla)
+        raise PlatformError(f"{op}: {self._refusal}")
 
     def error(self) -> JaxEpError | None:
         """What went wrong. A recoverable error is returned once."""
@@ -37,24 +44,6 @@ class Backend:
 
     def close(self, *, in_order: bool) -> None:
         """Called once. Unless `in_order`, the group fails in processes of other nodes."""
-
-
-class XlaBackend(Backend):
-    """XLA's collectives exchange, because kernels cannot.
-
-    Args:
-      refusal: the error of an op that asks for kernels.
-      by_default: implementation="auto" does not ask for kernels.
-    """
-
-    def __init__(self, ranks: Ranks, refusal: str, *, by_default: bool):
-        super().__init__(ranks)
-        self._refusal, self._by_default = refusal, by_default
-
-    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
-        if implementation == "auto" and self._by_default:
-            return logged(op, "xla", "kernels on a CPU do not leave their process")
-        raise PlatformError(f"{op}: {self._refusal}")
 
 
 class KernelBackend(Backend):

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
-from jax_ep.backends import Backend, KernelBackend, XlaBackend, logged
-from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError, PlatformError
+from jax_ep.backends import Backend, KernelBackend, logged
+from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
 from jax_ep.runtime.liveness import Liveness, heartbeat_thread
@@ -123,13 +123,14 @@ class Group:
             return NodesBackend(ranks, inside, liveness)
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
-            return XlaBackend(ranks, refusal, by_default=True)
+            return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
         if not ffi.is_built(self.platform):
+            built = tuple(filter(ffi.is_built, ffi.PLATFORMS))
             refusal = (
-                f"no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
+                f"no jax_ep library is built for platform {self.platform!r} (built: {built}); "
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
-            return XlaBackend(ranks, refusal, by_default=False)
+            return Backend(ranks, None, refusal)
         meshes.check_ranks(self.size, ffi.MAX_RANKS)
         native.check_xla_flags(self.platform)  # before processes connect
         opened = opening.open_native(ranks, max_sms=max_sms, **waits)
@@ -269,7 +270,8 @@ class NodesBackend(Backend):
     """
 
     def __init__(self, ranks: Ranks, intranode: Group, liveness: Liveness | None):
-        super().__init__(ranks, intranode._backend.native)
+        refusal = "groups across nodes need implementation='xla', got 'ffi'"
+        super().__init__(ranks, intranode._backend.native, refusal, "its kernels do not leave a node")
         self._intranode, self._liveness = intranode, liveness
         if liveness is not None:
             self.marked = None if self.native is None else intranode._ranks
@@ -278,9 +280,7 @@ class NodesBackend(Backend):
     def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
         if serves_nodes:
             return self._intranode._resolve(op, implementation)
-        if implementation == "auto":
-            return logged(op, "xla", "its kernels do not leave a node")
-        raise PlatformError(f"{op}: groups across nodes need implementation='xla', got {implementation!r}")
+        return super().choose(op, implementation, serves_nodes=serves_nodes)
 
     def error(self) -> JaxEpError | None:
         """The loss of a process of another node, or the error of this node's group that it did not cause."""

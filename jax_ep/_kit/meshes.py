@@ -15,25 +15,24 @@ from jax_ep._kit.checks import AxisName, axes_of, check_axis, describe
 
 def check_mesh(mesh: Any, axis_name: Any) -> None:
     """Raises unless `mesh` is a mesh of devices that has the axes, each once."""
-    op = "Group"
     if isinstance(jnp.zeros(()), Tracer):
         raise RuntimeError(
-            f"{op}: must be opened outside of traced code (jax.jit, jax.shard_map, jax.eval_shape): open it once, and "
+            "Group: must be opened outside of traced code (jax.jit, jax.shard_map, jax.eval_shape): open it once, and "
             "let the function that is traced use it"
         )
     if isinstance(mesh, AbstractMesh):
         raise TypeError(
-            f"{op}: mesh must have devices, got an AbstractMesh: open the group over the jax.sharding.Mesh, outside of "
+            "Group: mesh must have devices, got an AbstractMesh: open the group over the jax.sharding.Mesh, outside of "
             "traced code; it serves ops inside a jax.shard_map over an AbstractMesh of the same axes and sizes"
         )
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"{op}: mesh must be a jax.sharding.Mesh, got {describe(mesh)}; call Group(mesh, axis_name)")
-    check_axis(op, axis_name)
+        raise TypeError(f"Group: mesh must be a jax.sharding.Mesh, got {describe(mesh)}; call Group(mesh, axis_name)")
+    check_axis("Group", axis_name)
     axes = axes_of(axis_name)
     if not set(axes) <= set(mesh.axis_names):
-        raise ValueError(f"{op}: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+        raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
     if len(set(axes)) < len(axes):
-        raise ValueError(f"{op}: axis_name {axis_name!r} names an axis twice")
+        raise ValueError(f"Group: axis_name {axis_name!r} names an axis twice")
 
 
 def line_size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:

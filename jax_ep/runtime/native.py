@@ -4,7 +4,6 @@ import os
 from typing import Any, NamedTuple, Protocol
 
 from jax_ep import errors
-from jax_ep._kit import ffi
 from jax_ep.errors import CapacityError, JaxEpError, PlatformError
 
 Found = tuple[Any, str]  # an error of a library: its kind, an enum with the names of exceptions, and its message
@@ -35,12 +34,6 @@ def check_xla_flags(platform: str) -> None:
             f"Group: XLA_FLAGS must leave {flag} at its default or SERIALIZE, got {modes[-1]}: "
             "two ops of a device must not overlap"
         )
-
-
-def close_all() -> None:
-    """At exit: also groups that only compiled programs hold."""
-    for library in ffi.loaded_libraries():
-        library.close_all()
 
 
 class OpRecord(NamedTuple):

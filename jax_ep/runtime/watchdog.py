@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 
+from jax_ep._kit import ffi
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import flight_recorder
-from jax_ep.runtime.native import NativeGroup, as_error, close_all
+from jax_ep.runtime.native import NativeGroup, as_error
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
@@ -50,8 +51,10 @@ class Watchdog(threading.Thread):
 
 @atexit.register
 def _end_all() -> None:
-    """Ends all threads before the interpreter ends: a thread that returns from native code later kills the process."""
-    close_all()
+    """Ends all threads before the interpreter ends: a thread that returns from native code later kills the process.
+    Also closes groups that only compiled programs hold."""
+    for library in ffi.loaded_libraries():
+        library.close_all()
     for thread in threading.enumerate():
         if isinstance(thread, Watchdog):
             thread.join(timeout=10 * _PERIOD_SECONDS)
