@@ -12,7 +12,7 @@ from conftest import OpenGroup
 from helpers import Case
 
 from jax_ep import CapacityError, Implementation, dispatch
-from jax_ep.runtime import native
+from jax_ep.runtime.undelivered import capacity_error
 
 SIZE, EXPERTS, CAPACITY = 4, 8, 12
 ONE_TOO_MANY = rf"rank 2 needs {CAPACITY + 1} rows but capacity is {CAPACITY}\b"
@@ -36,7 +36,7 @@ def test_one_too_many_raises_and_the_group_goes_on(
     group = open_group(SIZE)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
-    says = re.escape(str(native.capacity_error("dispatch", 2, CAPACITY + 1, CAPACITY)))  # and what to do
+    says = re.escape(str(capacity_error("dispatch", 2, CAPACITY + 1, CAPACITY)))  # and what to do
     for _ in range(3):
         with helpers.expect_failure(group, CapacityError, says, implementation):
             dispatched, _ = helpers.fetch(program(*too_many))

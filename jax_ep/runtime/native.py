@@ -4,7 +4,7 @@ import os
 from typing import Any, NamedTuple, Protocol
 
 from jax_ep import errors
-from jax_ep.errors import CapacityError, JaxEpError, PlatformError
+from jax_ep.errors import JaxEpError, PlatformError
 
 Found = tuple[Any, str]  # an error of a library: its kind, an enum with the names of exceptions, and its message
 
@@ -98,11 +98,3 @@ def stop_profile(native: NativeGroup) -> list[RankProfile]:
         RankProfile(line, rank, lost, unfinished, [Span(*span) for span in spans])
         for line, rank, lost, unfinished, spans in native.stop_profile()
     ]
-
-
-def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    """The error of an overflow with implementation="xla", in the words of ffi/runtime/group_errors.cc."""
-    return CapacityError(
-        f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or "
-        "on_overflow='drop'"
-    )

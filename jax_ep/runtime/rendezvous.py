@@ -115,11 +115,9 @@ class _Participants:
                 self._await_all(listener)
                 numbers = {*taken}.union(*(json.loads(each.payload) for each in listener.accepted.values()))
                 number = next(number for number in range(len(numbers) + 1) if number not in numbers)
-                with contextlib.ExitStack() as on_failure:
-                    if (sockets := self._introduce(listener, on_failure)) is not None:
-                        self._send_to_all(listener, {"number": number})  # a process that goes after this is lost
-                        on_failure.pop_all()
-                        return Meeting(number, sockets)
+                if (sockets := self._introduce(listener)) is not None:
+                    self._send_to_all(listener, {"number": number})  # a process that goes after this is lost
+                    return Meeting(number, sockets)
 
     def _await_all(self, listener: bootstrap.Listener) -> None:
         """Waits until all processes are connected. Tells connected processes which ones are missing."""
@@ -135,21 +133,24 @@ class _Participants:
             self._look_up_secret()
             listener.poll(min(_LONGEST_PAUSE, self._left()))
 
-    def _introduce(
-        self, listener: bootstrap.Listener, on_failure: contextlib.ExitStack
-    ) -> dict[int, socket.socket] | None:
+    def _introduce(self, listener: bootstrap.Listener) -> dict[int, socket.socket] | None:
         """This process' own sockets; None if a process has gone and the leader must wait for it again."""
         mine: dict[int, socket.socket] = {}
-        for process, neighbour in ((p, n) for p, all in self._neighbours.items() for n in all if n > p):
-            with contextlib.ExitStack() as handed_over:
-                for one, other, end in zip((process, neighbour), (neighbour, process), bootstrap.pair(), strict=True):
-                    (on_failure if one == self._me else handed_over).enter_context(end)
-                    if one == self._me:
-                        mine[other] = end
-                    elif not self._send(listener, one, {"peer": other}, [end.fileno()]):
-                        return None
-        listener.poll(0)
-        return mine if self._others == listener.accepted.keys() else None
+        with contextlib.ExitStack() as on_failure:
+            for process, neighbour in ((p, n) for p, all in self._neighbours.items() for n in all if n > p):
+                with contextlib.ExitStack() as handed_over:
+                    ways = (process, neighbour), (neighbour, process)
+                    for (one, other), end in zip(ways, bootstrap.pair(), strict=True):
+                        (on_failure if one == self._me else handed_over).enter_context(end)
+                        if one == self._me:
+                            mine[other] = end
+                        elif not self._send(listener, one, {"peer": other}, [end.fileno()]):
+                            return None
+            listener.poll(0)
+            if self._others != listener.accepted.keys():
+                return None
+            on_failure.pop_all()
+            return mine
 
     def _send_to_all(self, listener: bootstrap.Listener, message: dict[str, Any]) -> None:
         for process in list(listener.accepted):

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.errors import JaxEpError
-from jax_ep.runtime import native
+from jax_ep.errors import CapacityError, JaxEpError
 
 KeepError = Callable[[JaxEpError], None]  # `Group._keep_error`
 
@@ -32,13 +31,21 @@ def undelivered_if(
     return jax.tree.map(lambda x: jnp.where(wrong, _nothing(x), x), results)
 
 
+def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
+    """The error of an overflow with implementation="xla", in the words of ffi/runtime/group_errors.cc."""
+    return CapacityError(
+        f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or "
+        "on_overflow='drop'"
+    )
+
+
 def nan_on_overflow(
     op: str,
     needed: jax.Array,
     capacity: int,
     rows: Any,
     keep_error: KeepError,
-    error: Callable[[str, int, int, int], JaxEpError] = native.capacity_error,
+    error: Callable[[str, int, int, int], JaxEpError] = capacity_error,
 ) -> Any:
     """Returns `rows`, a pytree. If a rank needs more than `capacity`, they become NaN, and `group.check()` raises.
 
