@@ -131,7 +131,11 @@ class Group:
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
             return Backend(ranks, None, refusal)
-        meshes.check_ranks(self.size, ffi.MAX_RANKS)
+        if self.size > ffi.MAX_RANKS:
+            raise ValueError(
+                f"Group: at most {ffi.MAX_RANKS} devices along axis_name, got {self.size}: exchange over an axis "
+                "within a host, and shard batches, or experts' matrices, over the others"
+            )
         native.check_xla_flags(self.platform)  # before processes connect
         opened = opening.open_native(ranks, max_sms=max_sms, **waits)
         return KernelBackend(*opened, repr(self), exits=on_lost == "exit")

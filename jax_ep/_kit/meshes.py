@@ -39,14 +39,6 @@ def line_size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
     return math.prod(mesh.shape[axis] for axis in axes_of(axis_name))
 
 
-def check_ranks(size: int, most: int) -> None:
-    if size > most:
-        raise ValueError(
-            f"Group: at most {most} devices along axis_name, got {size}: exchange over an axis within a host, "
-            "and shard batches, or experts' matrices, over the others"
-        )
-
-
 def check_manual_axis(op: str, axis_name: AxisName) -> None:
     here = jax.sharding.get_abstract_mesh()
     if not set(axes_of(axis_name)) <= set(here.manual_axes):

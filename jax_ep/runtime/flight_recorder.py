@@ -41,6 +41,8 @@ def dump(native: NativeGroup, group: str, error: JaxEpError | None = None) -> No
     if not folder:
         _LOGGER.log(level, "%s: set %s to a folder for the last ops of every rank", group, _FOLDER)
         return
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = traceback.extract_stack(frame) if frame else []
     content = {
         "group": group,
         "id": native.id,  # the same in all processes of the group
@@ -49,7 +51,7 @@ def dump(native: NativeGroup, group: str, error: JaxEpError | None = None) -> No
         "time": time.time(),
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "stack": _main_stack(),
+        "stack": [(call.filename, call.lineno or 0, call.name) for call in calls],  # of the main thread, innermost last
     }
     try:
         content["ranks"] = [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)]
@@ -58,12 +60,6 @@ def dump(native: NativeGroup, group: str, error: JaxEpError | None = None) -> No
         _LOGGER.error("%s: the flight recorder could not be dumped to %s=%r: %s", group, _FOLDER, folder, failed)
     else:
         _LOGGER.log(level, "%s: flight recorder dumped to %s", group, path)
-
-
-def _main_stack() -> list[tuple[str, int, str]]:
-    """File, line and function of the calls of the main thread, the innermost one last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [(call.filename, call.lineno or 0, call.name) for call in traceback.extract_stack(frame)] if frame else []
 
 
 def _write_whole(folder: Path, text: str) -> Path:
