@@ -9,15 +9,15 @@ All are linear in their float operands, and four kernels are each other's transp
 | `scatter`      | `return_rows`                                      | combine; the scalars are not used         |
 | `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
 
-The tangent of dispatch is a `scatter`, the tangent of combine is a combine. The rules call the op and not its kernel,
-so they can be differentiated too. If tokens come in chunks, each chunk is a call with its part of the routing.
+The tangent of dispatch is a `scatter`, the tangent of combine is a combine. If tokens come in chunks, each chunk is a
+call with its part of the routing.
 
 The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
 keeps these names saves a second exchange.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,22 +30,42 @@ from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
 
-scatter = jax.custom_jvp(kernels.ffi_scatter, nondiff_argnums=(0,))
-return_rows = jax.custom_jvp(kernels.ffi_return_rows, nondiff_argnums=(0,))
+
+def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+    """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
+
+    Calls onto the same rows write different rows, so the cotangent of `onto` is the cotangent of the result.
+    """
+
+    def forward(routing: Routing, operands: Any) -> jax.Array:
+        return kernels.ffi_scatter(group, operands[0], routing, operands[1])
+
+    def backward(routing: Routing, cotangent: jax.Array) -> Any:
+        tokens, _ = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)
+        return tokens, None if onto is None else cotangent
+
+    return linear(forward, backward, jax.lax.stop_gradient(routing), (tokens, onto))
 
 
-def scatter_all(
-    group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing], by: Callable[..., jax.Array] = scatter
-) -> jax.Array:
-    """`scatter` of tokens in chunks into the same rows, each along its part of a routing; or its tangent.
+def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Sums of rows [C, H] per token, and weights [R, T, K] sent back to their assignments: [T, H] and [T, K]."""
+
+    def forward(routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return kernels.ffi_return_rows(group, *operands, routing)
+
+    return linear(forward, partial(_to_rows, group), jax.lax.stop_gradient(routing), (rows, weights))
+
+
+def scatter_all(group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing]) -> jax.Array:
+    """`scatter` of tokens in chunks into the same rows, each along its part of a routing.
 
     With several chunks the rows are zeroed first, as each call writes only its own rows.
     """
     if len(routings) == 1:
-        return by(group, tokens[0], routings[0])
+        return scatter(group, tokens[0], routings[0])
     received = jnp.zeros_like(tokens[0], shape=(routings[0].config.capacity, tokens[0].shape[1]))
     for chunk, routing in zip(tokens, routings, strict=True):
-        received = by(group, chunk, routing, received)
+        received = scatter(group, chunk, routing, received)
     return received
 
 
@@ -159,31 +179,3 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> A
         return d_outputs, of_assignments(inner_products(d_rows, outputs), routing)
 
     return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
-
-
-@scatter.defjvp
-def _scatter_jvp(group: Group, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    tokens, routing, onto = primals
-    return scatter(group, tokens, routing, onto), scatter_tangent(group, tangents[0], routing, tangents[2])
-
-
-def scatter_tangent(group: Group, tangent: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """`scatter` of a tangent, which JAX can transpose.
-
-    Calls onto the same rows write different rows, so the cotangent of `onto` is the cotangent of the result.
-    """
-
-    def backward(routing: Routing, cotangent: jax.Array) -> Any:
-        tokens = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)[0]
-        return tokens, None if onto is None else cotangent
-
-    return linear(
-        lambda routing, operands: scatter(group, operands[0], routing, operands[1]), backward, routing, (tangent, onto)
-    )
-
-
-@return_rows.defjvp
-def _return_jvp(group: Group, primals: Any, tangents: Any) -> Any:
-    rows, weights, routing = primals
-    moved = linear(partial(_from_rows, group), partial(_to_rows, group), routing, tuple(tangents[:2]))
-    return return_rows(group, rows, weights, routing), moved

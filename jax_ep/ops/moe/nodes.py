@@ -150,13 +150,11 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
     return _rows_through_float8(call, tokens, sent, local)
 
 
-def _moved(
-    call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing, scatter: Any = gradients.scatter
-) -> jax.Array:
-    """Sends tokens [T, H] to their nodes and to their rows there; tangents with scatter=`gradients.scatter_tangent`."""
+def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
+    """Sends tokens [T, H] to their nodes and to their rows there."""
     taken_in = _to_nodes(call.group, tokens, sent, call.chunks)
     if call.by_kernels:
-        return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local), scatter)
+        return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local))
     return xla_scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 
@@ -173,8 +171,7 @@ def _rows_through_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array 
 @_rows_through_float8.defjvp
 def _rows_through_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
     tokens, sent, local = primals
-    moved = _moved(call, tangents[0], sent, local, gradients.scatter_tangent)
-    return _rows_through_float8(call, tokens, sent, local), moved
+    return _rows_through_float8(call, tokens, sent, local), _moved(call, tangents[0], sent, local)
 
 
 def _to_nodes(group: Group, x: jax.Array, sent: jax.Array | None, chunks: Chunks = WHOLE) -> list[jax.Array]:

@@ -6,7 +6,7 @@ hold a row, its owner, receives the parts of the others and writes their sum int
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -137,21 +137,13 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method,
     return xla.match(config, group.axis_name, *operands)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    if group.intranode is not None:
-        return nodes.reduce(group, config, values, union)
-    return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
-
-
-@_reduce.defjvp
-def _reduce_jvp(group: Group, config: SparseConfig, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    values, union = primals
-
     def forward(union: Union, values: jax.Array) -> jax.Array:
-        return _reduce(group, config, values, union)
+        if group.intranode is not None:
+            return nodes.reduce(group, config, values, union)
+        return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
 
-    return _reduce(group, config, values, union), linear(forward, partial(_back, group, config), union, tangents[0])
+    return linear(forward, partial(_back, group, config), union, values)
 
 
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
