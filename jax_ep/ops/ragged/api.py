@@ -11,7 +11,7 @@ from jax_ep._kit import checks, ffi, vary
 from jax_ep._kit.checks import AxisName, Implementation
 from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group, find_group
-from jax_ep.ops.ragged import gradients, xla
+from jax_ep.ops.ragged import kernels, xla
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import undelivered_if
 
@@ -85,7 +85,7 @@ def ragged_all_to_all(
         operand, output, *indices = agreement.enter((operand, output, *indices))
         result, wrong = xla.ragged_all_to_all(operand, output, *indices, axis_name=group.axis_name)
         return agreement.leave(undelivered_if(wrong, result, group._keep_error, lambda: InvalidRoutingError(OUTSIDE)))
-    return gradients.ragged_all_to_all(group, operand, output, *indices)
+    return kernels.ragged_all_to_all(group, operand, output, *indices)
 
 
 def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
