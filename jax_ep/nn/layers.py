@@ -10,7 +10,7 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.ops.moe.arguments import validated
-from jax_ep.ops.moe.experts import ExpertsCall, ProductFunction, experts_of_tokens
+from jax_ep.ops.moe.experts import ExpertsCall, Operands, ProductFunction, experts_of_tokens
 from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
 from jax_ep.ops.moe.types import MoeStats
@@ -106,10 +106,10 @@ def moe_mlp(
         implementation=implementation,
         shared_tokens=shared_tokens,
     )
-    varying = vary.vary_alike(group.axis_name, *operands, experts)
+    varying = Operands(*vary.vary_alike(group.axis_name, *operands, experts))
     product = None if product is None else layer_checks.checked_product(op, product)
     call = ExpertsCall(dispatch_call, unit, in_float8, weigh_inputs, product)
-    out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, *varying)
+    out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, varying)
     if shared_experts is None:
         return out, stats
     first_biases, down_bias = split_biases(shared_experts, shared_experts.biases)

@@ -64,18 +64,26 @@ class ExpertsCall(NamedTuple):
         return self.dispatch.by_kernels and not plain
 
 
-def experts_of_tokens(
-    call: ExpertsCall,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    experts: Experts,
-) -> tuple[jax.Array, MoeStats]:
+class Operands(NamedTuple):
+    """The arrays of a layer; or tangents or cotangents of them, None for an array without one."""
+
+    tokens: jax.Array
+    expert_ids: Any
+    weights: jax.Array
+    experts: Experts
+    parameters: tuple[jax.Array, ...] = ()  # of the unit (`closed_over`)
+
+
+def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, and what was counted."""
-    operands = (tokens, expert_ids, weights, experts)
-    if not call.has_own_derivative:
-        return _plain_chain(call, *operands)
+    tokens, _, _, experts, _ = operands
     config = call.dispatch.config
+    if not call.has_own_derivative:
+        rows, sizes, routing = run_dispatch(call.dispatch, *operands[:3])
+        answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
+        by_kernels = call.dispatch.by_kernels
+        combined = run_combine(call.dispatch.group, answers, weighed_routing, by_kernels=by_kernels)
+        return combined, stats_of(routing)
     shape = (config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = _zeroes_unused(call)
@@ -88,7 +96,7 @@ def experts_of_tokens(
         expand=not gathers,
     )
     call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
-    return _experts(call, *operands, parameters)
+    return _experts(call, operands._replace(parameters=parameters))
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
@@ -96,20 +104,6 @@ def _zeroes_unused(call: ExpertsCall) -> bool:
     on old GPUs may add unused rows to the last group, and `jax.debug_nans` looks at all rows."""
     others_multiply = call.dispatch.group.platform != "cpu" and not (gemm.has_gemm() or gemm.pallas_platforms())
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
-
-
-def _plain_chain(
-    call: ExpertsCall,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    experts: Experts,
-) -> tuple[jax.Array, MoeStats]:
-    rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
-    answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
-    by_kernels = call.dispatch.by_kernels
-    combined = run_combine(call.dispatch.group, answers, weighed_routing, by_kernels=by_kernels)
-    return combined, stats_of(routing)
 
 
 def plain_answers(
@@ -151,60 +145,34 @@ class Kept(NamedTuple):
     parameters: tuple[jax.Array, ...]
 
 
-class _Changes(NamedTuple):
-    """Tangents or cotangents of all float operands; None for an operand without one."""
-
-    tokens: jax.Array
-    weights: jax.Array
-    experts: Experts
-    parameters: tuple[jax.Array, ...]
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _experts(
-    call: ExpertsCall,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    experts: Experts,
-    parameters: tuple[jax.Array, ...],
-) -> tuple[jax.Array, MoeStats]:
-    combined, kept = _forward(call, tokens, expert_ids, weights, experts, parameters, keep_products=False)
+def _experts(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
+    combined, kept = _forward(call, operands, keep_products=False)
     return combined, stats_of(kept.routing)
 
 
 @_experts.defjvp
-def _experts_jvp(call: ExpertsCall, primals: Any, tangents: Any) -> Any:
+def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Operands]) -> Any:
     combined, kept = _forward(call, *primals, keep_products=True)
-    d_tokens, _, d_weights, d_experts, d_parameters = tangents
+    [changes] = tangents
     d_matrices = {
-        name: None if isinstance(getattr(kept.experts, name), Float8Weights) else getattr(d_experts, name)
+        name: None if isinstance(getattr(kept.experts, name), Float8Weights) else getattr(changes.experts, name)
         for name in ("gate", "up", "down")
     }
-    d_experts = dataclasses.replace(d_experts, **d_matrices)
-    changes = _Changes(d_tokens, d_weights, d_experts, d_parameters)
+    changes = changes._replace(expert_ids=None, experts=dataclasses.replace(changes.experts, **d_matrices))
     d_combined = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
     stats = stats_of(kept.routing)
     return (combined, stats), (d_combined, zero_from_primal(stats))
 
 
-def _forward(
-    call: ExpertsCall,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    experts: Experts,
-    parameters: tuple[jax.Array, ...],
-    *,
-    keep_products: bool,
-) -> tuple[jax.Array, Kept]:
+def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> tuple[jax.Array, Kept]:
     """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
-    rows, sizes, routing = run_dispatch(call.dispatch, tokens, expert_ids, weights)
+    rows, sizes, routing = run_dispatch(call.dispatch, *operands[:3])
     if routing.indices is not None:
         rows = GatheredRows(rows, routing.indices)
-    kept = Kept(rows, sizes, routing, (), experts, parameters)
-    answers, products = answers_of(call, kept, tokens.dtype, keep_products=keep_products)
+    kept = Kept(rows, sizes, routing, (), operands.experts, operands.parameters)
+    answers, products = answers_of(call, kept, operands.tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
     return combined, kept._replace(products=products)
 
@@ -247,7 +215,7 @@ def _up_and_gate(
     return inner, checkpoint_name(products, PRODUCTS)
 
 
-def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
+def _tangents(call: ExpertsCall, kept: Kept, changes: Operands) -> jax.Array:
     """The tangents of the sums, by the plain chain after the dispatch."""
     rows, sizes, routing, _, experts, parameters = kept
     group, d_experts = call.dispatch.group, changes.experts
@@ -272,7 +240,7 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: _Changes) -> jax.Array:
     return jax.jvp(sums, primals, tangents)[1]
 
 
-def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Changes:
+def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> Operands:
     rows, sizes, routing, _, experts, _ = kept
     group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
@@ -287,9 +255,13 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
     )
     d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
-        d_row_weights, d_down_bias = _down_bias_gradients(
-            row_weights, down_bias, taken(d_answers), sizes, d_row_weights
-        )
+
+        def bias_term(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
+            return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
+
+        pull = jax.vjp(bias_term, row_weights, down_bias)[1]
+        by_bias, d_down_bias = pull(taken(d_answers).astype(jnp.float32))
+        d_row_weights += by_bias
 
     wide: Any = rows if isinstance(rows, GatheredRows) else as_array(rows, dtype)
     d_matrices = {
@@ -303,7 +275,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> _Change
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
     d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
-    return _Changes(d_tokens, d_weights, d_experts, d_parameters)
+    return Operands(d_tokens, None, d_weights, d_experts, d_parameters)
 
 
 def _unit_cotangents(
@@ -324,15 +296,3 @@ def _unit_cotangents(
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
     return None if isinstance(matrix, Float8Weights) else matmul.rhs_gradient(rows, cotangent, sizes)
-
-
-def _down_bias_gradients(
-    row_weights: jax.Array, bias: jax.Array, d_answers: jax.Array, sizes: jax.Array, d_row_weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`d_row_weights` plus what down's bias adds to it, and the cotangent of that bias."""
-
-    def bias_term(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
-        return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
-
-    by_bias, d_bias = jax.vjp(bias_term, row_weights, bias)[1](d_answers.astype(jnp.float32))
-    return d_row_weights + by_bias, d_bias

@@ -7,22 +7,15 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, taken
-from jax_ep.ops.moe.experts import ExpertsCall, Kept, answers_of, experts_of_tokens, plain_answers, stats_of
+from jax_ep.ops.moe.experts import ExpertsCall, Kept, Operands, answers_of, experts_of_tokens, plain_answers, stats_of
 from jax_ep.ops.moe.in_place import always_fits, dispatch_in_place
 from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid
 from jax_ep.ops.moe.types import MoeStats
-from jax_ep.ops.moe.units import Experts
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
-def sums_of_shared_tokens(
-    call: ExpertsCall,
-    tokens: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    experts: Experts,
-) -> tuple[jax.Array, MoeStats]:
+def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
 
     A rank takes the rows of its own experts. Sums stay float32 until the sums of all ranks are added up. In a group of
@@ -30,8 +23,9 @@ def sums_of_shared_tokens(
     """
     group, config = call.dispatch.group, call.dispatch.config
     if group.size == 1:  # the sum over this rank makes the types alike on all ranks
-        total, stats = experts_of_tokens(call, tokens, expert_ids, weights, experts)
+        total, stats = experts_of_tokens(call, operands)
         return jax.lax.psum(total, group.axis_name), stats
+    tokens, expert_ids, weights, experts, _ = operands
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     shapes = {"num_tokens": num_tokens, "hidden": hidden, "top_k": top_k, "dtype": tokens.dtype}
     agreement = Agreement(group._participants, "moe_mlp", shared_tokens=True, **shapes, **dataclasses.asdict(config))
