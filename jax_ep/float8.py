@@ -5,10 +5,9 @@ product = float8.ragged_dot(rows, weights, group_sizes)    # quantizes what is n
 """
 
 from jax_ep._kit.float8 import Float8Rows as Float8Rows, Float8Weights as Float8Weights
-from jax_ep.ops.matmul.float8 import dot as dot
+from jax_ep.ops.matmul.float8 import dot as dot, ragged_dot as ragged_dot
 from jax_ep.ops.matmul.quantize import (
     dequantize as dequantize,
     quantize_rows as quantize_rows,
     quantize_weights as quantize_weights,
 )
-from jax_ep.ops.matmul.straight_through import ragged_dot as ragged_dot

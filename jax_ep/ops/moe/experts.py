@@ -30,10 +30,9 @@ from jax_ep._kit import gemm, vary
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
-from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply
+from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply, straight_through_product
 from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
-from jax_ep.ops.matmul.straight_through import straight_through_product
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
