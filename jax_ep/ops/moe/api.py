@@ -18,9 +18,9 @@ from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
-from jax_ep.ops.moe.in_place import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
+from jax_ep.ops.moe.routing import dispatch_in_place, may_land, stays_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
 from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement

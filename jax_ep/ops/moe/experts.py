@@ -36,7 +36,7 @@ from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
-from jax_ep.ops.moe.in_place import may_land
+from jax_ep.ops.moe.routing import may_land
 from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 

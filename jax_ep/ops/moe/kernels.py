@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
-from jax_ep.ops.moe.in_place import exchanges_nothing, stays_in_place
-from jax_ep.ops.moe.routing import add_rows_of_tokens
+from jax_ep.ops.moe.routing import add_rows_of_tokens, exchanges_nothing, stays_in_place
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 

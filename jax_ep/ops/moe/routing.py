@@ -1,16 +1,21 @@
 """Where the assignments of a dispatch lie, and sums of rows by token, in plain jax.numpy.
 
-`implementation="xla"` uses it, a group of one GPU, and the exchange between nodes.
+`implementation="xla"` uses it, a group of one GPU, and the exchange between nodes. Here are also dispatches that move
+nothing: a grouped product reads the tokens through an index list.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit.vary import vary_alike
+from jax_ep.group import Group
+from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
-from jax_ep.ops.moe.types import DispatchConfig, Routing
+from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched, Routing
 
 _BLOCK = 64  # assignments
 
@@ -102,6 +107,44 @@ def routing_of(
         invalid=count_invalid(expert_ids, config.num_experts),
         config=config,
     )
+
+
+def may_land(call: DispatchCall, num_tokens: int) -> bool:
+    """Whether tokens can stay where they land: the group has one node, and fewer slots than rows."""
+    group = call.group
+    return group.intranode is None and 0 < group.size * num_tokens < call.config.capacity
+
+
+def always_fits(config: DispatchConfig, assignments: int) -> bool:
+    """Whether no ids can overflow the capacity of one rank, even if a token names an expert twice."""
+    padding = config.num_experts * (config.alignment - 1)
+    return config.drop or config.capacity >= assignments + padding
+
+
+def exchanges_nothing(group: Group) -> bool:
+    """Whether a rank is alone on a GPU. On CPUs the protocol always runs."""
+    return group.size == 1 and group.platform != "cpu"
+
+
+def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
+    """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
+
+    If ids may overflow the capacity, the dispatch kernel runs, because it reports the overflow.
+    """
+    return exchanges_nothing(group) and not config.expand and config.wire is None and always_fits(config, assignments)
+
+
+def dispatch_in_place(
+    config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Dispatched:
+    """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
+    shape = expert_ids.shape
+    placed = layout(expert_ids.reshape(-1), config, 1)
+    routing = routing_of(placed, weights[None], 0, config, expert_ids)
+    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
+    routing = dataclasses.replace(routing, indices=routing.by_row(token, ZERO_ROW))
+    group_sizes, routing = checkpoint_name((placed.group_sizes[0], routing), DISPATCHED)
+    return Dispatched(tokens, group_sizes, routing)
 
 
 def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:
