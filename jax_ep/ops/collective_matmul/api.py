@@ -14,10 +14,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, gemm, vary
-from jax_ep._kit.checks import Chosen, Implementation
+from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
-from jax_ep.ops.collective_matmul import kernels, xla
+from jax_ep.ops.collective_matmul import kernels
 from jax_ep.ops.collective_matmul.kernels import MatmulConfig
 from jax_ep.runtime.agreement import Agreement
 
@@ -109,8 +109,7 @@ def _call(
     lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
     if _resolve(op, group, implementation, lhs, rhs) == "xla":
         agreement = Agreement(group._participants, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
-        by_xla, (lhs, rhs) = getattr(xla, op), agreement.enter((lhs, rhs))
-        out: jax.Array = agreement.leave(by_xla(lhs, rhs, dtype=dtype, axis_name=group.axis_name))
+        out: jax.Array = agreement.leave(_by_xla(op, group.axis_name, dtype, *agreement.enter((lhs, rhs))))
     elif op == "all_gather_matmul":
         out = _gather(MatmulConfig(group, dtype), lhs, rhs)
     else:
@@ -157,6 +156,16 @@ def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Arr
             f"K and N multiples of {gemm.CORE_MULTIPLE}; got rhs {rhs.shape} of {rhs.dtype}: pass implementation='xla'"
         )
     return "xla"
+
+
+def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The op in plain jax.lax: `implementation="xla"`."""
+    if op == "all_gather_matmul":
+        lhs = jax.lax.all_gather(lhs, axis_name, tiled=True)
+    product = jax.lax.dot(lhs, rhs, preferred_element_type=dtype)
+    if op == "matmul_reduce_scatter":
+        return jax.lax.psum_scatter(product, axis_name, tiled=True)
+    return jax.lax.psum(product, axis_name) if op == "matmul_all_reduce" else product
 
 
 _reduce = jax.custom_jvp(kernels.matmul_reduce, nondiff_argnums=(0,))
