@@ -91,19 +91,15 @@ def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead:
         raise ValueError(f"{op}: {of}.{name} must have at least one expert on every rank, got {first.shape}")
     if experts.up is None and width % 2:
         raise ValueError(f"{op}: {of}.gate must have shape {layout} where {of}.up is None, got {first.shape}")
-    for each in experts.first_names:
-        _check_matrix(op, f"{of}.{each}", getattr(experts, each), tokens.dtype, (*count, hidden, width), layout)
+    expected = dict.fromkeys(experts.first_names, ((*count, hidden, width), layout))
     width //= 2 if experts.up is None else 1
-    _check_matrix(op, f"{of}.down", experts.down, tokens.dtype, (*count, width, hidden), f"[{lead}F, H]")
+    for each, (shape, layout) in (expected | {"down": ((*count, width, hidden), f"[{lead}F, H]")}).items():
+        matrix = getattr(experts, each)
+        if isinstance(matrix, Float8Weights):
+            check_weights(op, f"{of}.{each}", matrix, shape, layout)
+        else:
+            checks.check_array(op, f"{of}.{each}", matrix, layout, tokens.dtype, shape=shape)
     _check_biases(op, of, experts, tokens, ((*count, width), f"[{lead}F]"), ((*count, hidden), f"[{lead}H]"))
-
-
-def _check_matrix(op: str, name: str, matrix: Any, dtype: Any, shape: tuple[int, ...], layout: str) -> None:
-    """Raises unless `matrix` is an array in the dtype of the tokens, or `Float8Weights`."""
-    if isinstance(matrix, Float8Weights):
-        check_weights(op, name, matrix, shape, layout)
-    else:
-        checks.check_array(op, name, matrix, layout, dtype, shape=shape)
 
 
 def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: Any, outer: Any) -> None:
