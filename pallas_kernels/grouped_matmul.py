@@ -133,7 +133,7 @@ def grouped_matmul(
     )
     result = result_type((rows, columns), dtype or lhs.dtype, lhs)
     grid = (pl.cdiv(columns, tiling.columns), tiles)
-    return _call(body, grid, tiling, [result] * (3 if keep_products else 1), interpret)(lhs, *rest)
+    return _call(body, grid, tiling, [result] * (3 if keep_products else 1), interpret, lhs, *rest)
 
 
 def grouped_outer(
@@ -170,7 +170,7 @@ def grouped_outer(
     )
     grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
     result = result_type((groups, rows, columns), dtype or lhs.dtype, lhs)
-    return _call(body, grid, tiling, [result], interpret)(lhs, *rest)[0]
+    return _call(body, grid, tiling, [result], interpret, lhs, *rest)[0]
 
 
 def _check_array(name: str, x: Any, ndim: int, layout: str) -> None:
@@ -180,21 +180,19 @@ def _check_array(name: str, x: Any, ndim: int, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {x.shape}")
 
 
-def _call(body: Any, grid: tuple[int, ...], tiling: Tiling, results: list[Any], interpret: bool) -> Any:
+def _call(
+    body: Any, grid: tuple[int, ...], tiling: Tiling, results: list[Any], interpret: bool, *operands: jax.Array
+) -> Any:
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-
-    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return pl.pallas_call(
-            body,
-            out_shape=tuple(results),
-            grid=grid,
-            in_specs=[anywhere] * len(operands),
-            out_specs=tuple([anywhere] * len(results)),
-            compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
-            interpret=interpret,
-        )(*operands)
-
-    return call
+    return pl.pallas_call(
+        body,
+        out_shape=tuple(results),
+        grid=grid,
+        in_specs=[anywhere] * len(operands),
+        out_specs=tuple([anywhere] * len(results)),
+        compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
+        interpret=interpret,
+    )(*operands)
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
