@@ -31,6 +31,11 @@ AUTO = ProductSettings()
 # What is multiplied: rows and the matrix of their group, or the transposed matrix; or, over the rows of each group, two
 # matrices of rows.
 Form = Literal["plain", "transposed", "contracted"]
+_FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
+    "plain": ((1,), (1,), (), (), (0,), (0,)),
+    "transposed": ((1,), (2,), (), (), (0,), (0,)),
+    "contracted": ((0,), (0,), (), (), (0,), ()),
+}
 _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -79,7 +84,7 @@ def ragged_dot(
         qwix.QArray, or `lhs_indices` are no integers [M].
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
-    check_plain_arrays("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
+    _check_plain_arrays("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
     checks.check_one_of("ragged_dot", "implementation", implementation, ProductImplementation)
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
@@ -108,7 +113,46 @@ def ragged_dot(
     return grouped_product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
 
 
-def check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
+def ragged_dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: jax.Array | None = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot_general`, on GPUs by the kernels of `ragged_dot` where the table has the dimension numbers.
+
+    | `lhs` | `rhs` | contracted dimensions | result |
+    |---|---|---|---|
+    | [M, K] | [G, K, N] | 1 and 1, as `ragged_dot` | [M, N] |
+    | [M, K] | [G, N, K] | 1 and 2: matrices transposed, of which no copy is made | [M, N] |
+    | [M, K] | [M, N] | 0 and 0, over the rows of each group | [G, K, N] |
+
+    The gradients of the three are made of the three (`jax.lax` has none of the last). Other forms are JAX's.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `ragged_dot`.
+    """
+    op = "ragged_dot_general"
+    _check_plain_arrays(op, group_offset, lhs=lhs, rhs=rhs)
+    operands = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    options = {"precision": precision, "out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
+    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)
+    (contracted, batches), numbers = ragged_dot_dimension_numbers.dot_dimension_numbers, ragged_dot_dimension_numbers
+    dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
+    form = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
+    if form is None or out_sharding is not None or operands[0].dtype != operands[1].dtype:
+        return by_xla(*operands)
+    operands = vary.vary_alike(None, *operands)
+    dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
+    settings = ProductSettings(precision=precision)
+    return grouped_product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
+
+
+def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
     """Raises TypeError for operands in other libraries' or our own formats, which have products of their own."""
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None, got {group_offset}")
@@ -157,10 +201,8 @@ def _summed(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
     """The sum by XLA, of rounded products."""
-    by_first, by_second = (
-        _by_xla(x, rhs.swapaxes(1, 2), group_sizes) for x, rhs in ((first, first_rhs), (second, second_rhs))
-    )
-    return by_first + by_second
+    by_first = _by_xla(first, first_rhs.swapaxes(1, 2), group_sizes)
+    return by_first + _by_xla(second, second_rhs.swapaxes(1, 2), group_sizes)
 
 
 def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
@@ -203,14 +245,9 @@ def gated_product(
         return composed(rows, group_sizes, *varying)
     options = {"activation": activation, "keep_products": keep_products}
     call = _by("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
-    return _differentiated_as(composed, call)(rows, group_sizes, *varying)
-
-
-def _differentiated_as(by_xla: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with the derivative of the same function by XLA."""
     product = jax.custom_jvp(call)
-    product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(by_xla, primals, tangents)[1]))
-    return product
+    product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(composed, primals, tangents)[1]))
+    return product(rows, group_sizes, *varying)
 
 
 def _by(
@@ -270,7 +307,8 @@ def _choose(
     return "pallas" if by_pallas else "xla"
 
 
-def _grouped_product(
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def grouped_product(
     form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
     """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
@@ -289,9 +327,6 @@ def _grouped_product(
         transposed = {"transpose_rhs": True} if form == "transposed" else {}
         call = _by("grouped_matmul", by_xla, settings, dtype, left, right, sizes, **transposed)
     return call(left, right, sizes)
-
-
-grouped_product = jax.custom_jvp(_grouped_product, nondiff_argnums=(0, 1, 2))
 
 
 @grouped_product.defjvp

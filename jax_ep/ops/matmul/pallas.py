@@ -13,7 +13,7 @@ DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
 def grouped_matmul(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return _grouped_matmul(lhs, group_sizes, rhs, **options)[0]
+    return gated_matmul(lhs, group_sizes, rhs, **options)[0]
 
 
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
@@ -28,14 +28,10 @@ def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) 
 def gated_matmul(
     rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, **options: Any
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out, *products = _grouped_matmul(rows, group_sizes, *rhs, **options)
-    return out, tuple(products)
-
-
-def _grouped_matmul(lhs: Rows, group_sizes: jax.Array, *rhs: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     @sequential_vmap
-    def call(lhs: Rows, group_sizes: jax.Array, *rhs: jax.Array) -> tuple[jax.Array, ...]:
-        matrix, indices = parts(lhs)
+    def call(rows: Rows, group_sizes: jax.Array, *rhs: jax.Array) -> tuple[jax.Array, ...]:
+        matrix, indices = parts(rows)
         return pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, indices=indices, **options)
 
-    return call(lhs, group_sizes, *rhs)
+    out, *products = call(rows, group_sizes, *rhs)
+    return out, tuple(products)
