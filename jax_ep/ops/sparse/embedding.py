@@ -34,19 +34,12 @@ class ValueAndGrad(Protocol[Value, Gradient]):
 
 
 class Entries(NamedTuple):
-    """Rows of a table that a lookup reads on this rank.
+    """Rows of a table that a lookup reads on this rank."""
 
-    Attributes:
-      indices: [N] row ids; outside the table where none is read.
-      used: int32 scalar. Entries beyond it are padding.
-      dropped: int32 scalar. This rank's ids that found no room at their owners.
-      rows_of_ids: a function from the rows [N, D] of the entries to the rows that the lookup returns.
-    """
-
-    indices: jax.Array
-    used: jax.Array
-    dropped: jax.Array
-    rows_of_ids: Callable[[jax.Array], Tree]
+    indices: jax.Array  # [N] row ids; outside the table where none is read
+    used: jax.Array  # int32 scalar; entries beyond it are padding
+    dropped: jax.Array  # int32 scalar; this rank's ids that found no room at their owners
+    rows_of_ids: Callable[[jax.Array], Tree]  # from the rows [N, D] of the entries to the rows that the lookup returns
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:

@@ -44,17 +44,11 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
 
 
 class _AtOwners(NamedTuple):
-    """Where the entries of all ranks are added up.
+    """Where the entries of all ranks are added up."""
 
-    Attributes:
-      owner: [R, N] int32. The rank that owns the place of an entry.
-      row: [R, N] int32. The number of the place among the places of its owner; S if it has no owner.
-      rows: S, the most places that a rank owns.
-    """
-
-    owner: jax.Array
-    row: jax.Array
-    rows: int
+    owner: jax.Array  # [R, N] int32, the rank that owns the place of an entry
+    row: jax.Array  # [R, N] int32, the number of the place among those of its owner; S if it has no owner
+    rows: int  # S, the most places that a rank owns
 
 
 def _at_owners(config: SparseConfig, union: Union) -> _AtOwners:
