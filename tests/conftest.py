@@ -97,6 +97,12 @@ def open_group() -> Iterator[OpenGroup]:
         yield opened
 
 
+@pytest.fixture
+def group(request: pytest.FixtureRequest, open_group: OpenGroup) -> Group:
+    """Over as many devices as the test's module has in SIZE, or over two."""
+    return open_group(getattr(request.module, "SIZE", 2))
+
+
 def require_native() -> None:
     """A missing library fails: a skip would hide a broken build."""
     platform = ffi.library_name(jax.devices()[0])

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import OpenGroup
 
 import jax_ep
 from jax_ep import Group, SparseRows
@@ -162,8 +161,7 @@ ANYWHERE: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), ON_RANKS, ids=[message for _, message in ON_RANKS])
-def test_on_ranks(call: Call, message: str, open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_on_ranks(call: Call, message: str, group: Group) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
         helpers.trace(group, lambda: call(group))
 

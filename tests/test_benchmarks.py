@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
+from jax_ep import Group
 from jax_ep.__main__ import load
 
 benchmark = partial(load, "benchmarks")  # by its name
@@ -61,8 +62,8 @@ def test_decoding_is_part_of_the_sweep(
     assert [*rows[0]][1:] == ["dispatch, combine, us", "layer, us", "layer, shared tokens, us"]
 
 
-def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
-    layer, cases, group = benchmark("layer"), benchmark("moe_cases"), open_group(2)
+def test_layer_counts_operations_and_bytes(group: Group) -> None:
+    layer, cases = benchmark("layer"), benchmark("moe_cases")
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
     result = layer.measure(cases.Model("any", shape, 48), "Zipf", group, quick=True)
     busiest = np.bincount(cases.make_ids(cases.Case(shape, "Zipf"), 2).ravel() // 4).max()
@@ -79,9 +80,9 @@ def test_layer_counts_operations_and_bytes(open_group: OpenGroup) -> None:
 
 
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
-def test_layer_trains_alike(open_group: OpenGroup, rng: np.random.Generator, formulation: str) -> None:
+def test_layer_trains_alike(group: Group, rng: np.random.Generator, formulation: str) -> None:
     """The step of each formulation against the oracle."""
-    layer, forms, group = benchmark("layer"), benchmark("formulations"), open_group(2)
+    layer, forms = benchmark("layer"), benchmark("formulations")
     tokens, experts, hidden, width = 16, 4, 8, 12
     ids = np.argsort(rng.random((2 * tokens, experts)), axis=1)[:, :2].astype(np.int32)
     rows = rng.standard_normal((1, 2 * tokens, hidden)).astype(np.float32)

@@ -7,14 +7,13 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from conftest import OpenGroup
 
 from jax_ep import Group, __version__
 from jax_ep._kit import ffi, vary
 
 pytestmark = pytest.mark.usefixtures("native")
 
-RANKS = 2
+SIZE = 2
 RELEASE = {"release": __version__}  # of every call
 SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
 SCATTER = {**SIZES, "local_experts": 1}
@@ -23,7 +22,7 @@ DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "expand":
 
 
 def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
-    _, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, RANKS, **settings)
+    _, types = ffi.library(ffi.library_name(jax.devices()[0])).call_types(name, SIZE, **settings)
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
@@ -37,25 +36,24 @@ def call_scatter(
         call = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
         return call(*operands, group=np.int64(helpers.native(group).id), **sizes, **SCATTER_OPTIONS, release=release)
 
-    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * RANKS) for each in operands))
+    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * SIZE) for each in operands))
 
 
 def operands_of(top_k: int = 2) -> list[Any]:
-    zeros = np.zeros((RANKS, 3, 2), np.int32)
-    return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((RANKS, 1), np.int32)]
+    zeros = np.zeros((SIZE, 3, 2), np.int32)
+    return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((SIZE, 1), np.int32)]
 
 
 SERIES = __version__.rpartition(".")[0]  # of minor releases
 
 
 @pytest.mark.parametrize("release", [__version__, f"{SERIES}.0", f"{SERIES}.99"])
-def test_a_call_that_fits(release: str, open_group: OpenGroup) -> None:
-    assert not helpers.fetch(call_scatter(open_group(RANKS), operands_of(), (8, 4), release)).any()
+def test_a_call_that_fits(release: str, group: Group) -> None:
+    assert not helpers.fetch(call_scatter(group, operands_of(), (8, 4), release)).any()
 
 
 @pytest.mark.parametrize("release", ["0.0.9", f"{SERIES}9.0"])
-def test_a_call_of_another_release(release: str, open_group: OpenGroup) -> None:
-    group = open_group(RANKS)
+def test_a_call_of_another_release(release: str, group: Group) -> None:
     says = rf"made with jax_ep {re.escape(release)}, but jax_ep {re.escape(__version__)} is installed"
     with pytest.raises(jax.errors.JaxRuntimeError, match=says):
         helpers.fetch(call_scatter(group, operands_of(), (8, 4), release))
@@ -74,17 +72,15 @@ def test_a_call_of_another_release(release: str, open_group: OpenGroup) -> None:
     ],
 )
 def test_a_call_that_does_not_fit_says_what(
-    change: dict[str, Any], received: tuple[int, int], operands: list[Any], message: str, open_group: OpenGroup
+    change: dict[str, Any], received: tuple[int, int], operands: list[Any], message: str, group: Group
 ) -> None:
-    group = open_group(RANKS)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"scatter: {message}"):
         helpers.fetch(call_scatter(group, operands, received, **change))
     group.check()
 
 
-def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> None:
+def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
     sizes = {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 16}
-    group = open_group(RANKS)
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
         call = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
@@ -101,7 +97,7 @@ def test_a_result_that_does_not_begin_as_its_operand(open_group: OpenGroup) -> N
             **RELEASE,
         )
 
-    rows, offsets = np.zeros((RANKS, 4, 4), np.float32), np.zeros((RANKS, RANKS), np.int32)
+    rows, offsets = np.zeros((SIZE, 4, 4), np.float32), np.zeros((SIZE, SIZE), np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
         helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))
 

@@ -8,10 +8,9 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from helpers import Case
 
-from jax_ep import CapacityError, Implementation, dispatch
+from jax_ep import CapacityError, Group, Implementation, dispatch
 from jax_ep.runtime.undelivered import capacity_error
 
 SIZE, EXPERTS, CAPACITY = 4, 8, 12
@@ -31,9 +30,8 @@ def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
 
 
 def test_one_too_many_raises_and_the_group_goes_on(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
     says = re.escape(str(capacity_error("dispatch", 2, CAPACITY + 1, CAPACITY)))  # and what to do
@@ -45,11 +43,8 @@ def test_one_too_many_raises_and_the_group_goes_on(
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
-def test_many_tokens_without_room(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_many_tokens_without_room(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """Tokens that are on their way when ranks learn of the lack of room do no harm."""
-    group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)
     capacity = 2 * helpers.LATE_TOKENS
     case.ids[:] = 5  # of rank 2
@@ -64,9 +59,8 @@ def test_many_tokens_without_room(
 
 
 @pytest.mark.usefixtures("native")
-def test_all_ranks_stop_together(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_all_ranks_stop_together(group: Group, rng: np.random.Generator) -> None:
     """A rank with room must not go on to a collective where it would wait for the rank without."""
-    group = open_group(SIZE)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
@@ -82,9 +76,8 @@ def test_all_ranks_stop_together(open_group: OpenGroup, rng: np.random.Generator
 
 
 @pytest.mark.usefixtures("native")
-def test_a_compiled_loop_learns_of_it(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_compiled_loop_learns_of_it(group: Group, rng: np.random.Generator) -> None:
     """Where nobody checks or traces anything: on a CPU the execution raises, on a GPU the next one, either once."""
-    group = open_group(SIZE)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
     for _ in range(3):
@@ -104,17 +97,16 @@ def test_a_compiled_loop_learns_of_it(open_group: OpenGroup, rng: np.random.Gene
     ("capacity", "alignment", "wanted"),
     [(1.0, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (np.float32(1e6), 1, 72), (1e300, 1, 72), (18, 1, 18)],
 )
-def test_a_float_is_times_the_even_load(capacity: float, alignment: int, wanted: int, open_group: OpenGroup) -> None:
+def test_a_float_is_times_the_even_load(capacity: float, alignment: int, wanted: int, group: Group) -> None:
     """18 assignments of each rank; 72 of all, which find room whatever the factor. test_matrix.py looks at the rows."""
-    group, case = open_group(4), helpers.draw_case(np.random.default_rng(0), 4, 6, 3, 8, 16)
+    case = helpers.draw_case(np.random.default_rng(0), 4, 6, 3, 8, 16)
     options: dict[str, Any] = {"num_experts": 16, "alignment": alignment, "on_overflow": "drop"}
     program = helpers.dispatch_combine(group, capacity=capacity, implementation="xla", **options)
     assert jax.eval_shape(program, *case)[0].rows.shape[1] == wanted
 
 
-def test_few_rows_are_warned_of_once(open_group: OpenGroup, caplog: pytest.LogCaptureFixture) -> None:
+def test_few_rows_are_warned_of_once(group: Group, caplog: pytest.LogCaptureFixture) -> None:
     """Who means times the even load, and writes an int."""
-    group = open_group(4)
 
     def route(tokens: jax.Array, ids: jax.Array) -> Any:
         return dispatch(tokens, ids, group=group, num_experts=8, capacity=2).group_sizes

@@ -55,9 +55,8 @@ def test_product(
 
 
 def test_float32_result_and_bias(
-    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    op: str, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
-    group = open_group(2)
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
     check(op, group, (a, b), implementation, preferred_element_type=FLOAT32)
     bias = rng.standard_normal(24).astype(BFLOAT16)
@@ -81,9 +80,8 @@ def test_a_hundred_runs_give_the_same_bits(
             np.testing.assert_array_equal(helpers.wide(first[rank]), helpers.wide(first[0]))
 
 
-def test_all_three_in_a_row_and_independent(open_group: OpenGroup, rng: np.random.Generator, native: None) -> None:
+def test_all_three_in_a_row_and_independent(group: Group, rng: np.random.Generator, native: None) -> None:
     """Many in one program, which XLA may run in any order, beside its own collectives."""
-    group = open_group(2)
     a, b = draw(rng, group.size, (64, 16, 16), BFLOAT16)
 
     def body(a: jax.Array, b: jax.Array) -> Any:
@@ -100,8 +98,7 @@ def test_all_three_in_a_row_and_independent(open_group: OpenGroup, rng: np.rando
             assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), 4, name)
 
 
-def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_bad_operands_are_refused(group: Group) -> None:
     a, b = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 8))
 
     def expect(error: type[Exception], match: str, *operands: jax.Array, name: str = "matmul_all_reduce", **o: Any):
@@ -130,8 +127,7 @@ def test_bad_operands_are_refused(open_group: OpenGroup) -> None:
         jax_ep.matmul_all_reduce(a[0], b[0], group=group)
 
 
-def test_more_rows_than_kernels_count(open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_more_rows_than_kernels_count(group: Group) -> None:
     program = helpers.per_rank(lambda a, b: jax_ep.all_gather_matmul(a, b, group=group), group.mesh)
     a, b = jax.ShapeDtypeStruct((2, 2**30, 8), jnp.bfloat16), jax.ShapeDtypeStruct((2, 8, 8), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"all_gather_matmul: lhs must have fewer than 2\*\*31 / 2 rows, got"):
@@ -180,11 +176,10 @@ def test_gradient_of_the_bias(
     op: str,
     bias_dtype: np.dtype,
     implementation: Implementation,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
     """The sum over the rows of the cotangents: of small integers, so it is exact."""
-    group = open_group(2)
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
     above = rng.integers(-3, 4, exact(op, a, b).shape).astype(BFLOAT16)
 
@@ -201,10 +196,9 @@ def test_gradient_of_the_bias(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_two_layers_of_tensor_parallelism(
-    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """Values and gradients of a block with sharded weights are those of one device."""
-    group = open_group(2)
     x, up, down = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((32, 16), (16, 64), (64, 16)))
 
     def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
@@ -229,10 +223,9 @@ def test_two_layers_of_tensor_parallelism(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_result_of_an_all_reduce_is_everybodys(
-    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """Its type says so, and its gradient too."""
-    group = open_group(2)
     a, b = rng.standard_normal((24, 32)).astype(FLOAT16), rng.standard_normal((32, 16)).astype(FLOAT16)
     reduce = partial(jax_ep.matmul_all_reduce, group=group, implementation=implementation)
     specs = (P(None, "ep"), P("ep"))
@@ -246,9 +239,9 @@ def test_the_result_of_an_all_reduce_is_everybodys(
     np.testing.assert_allclose(helpers.wide(d_b), a.T @ ones, rtol=0.01, atol=0.05)
 
 
-def test_cotangents_are_summed_before_they_are_rounded(implementation: Implementation, open_group: OpenGroup) -> None:
+def test_cotangents_are_summed_before_they_are_rounded(implementation: Implementation, group: Group) -> None:
     """The result is float32: what two ranks add to it would be lost in bfloat16. Without `check_vma` the op sums."""
-    group, size = open_group(2), 8
+    size = 8
     above = np.stack([np.full((size, size), x, np.float32) for x in (1 + 2**-9, -1)])
 
     def body(above: jax.Array) -> jax.Array:

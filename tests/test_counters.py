@@ -14,7 +14,7 @@ from conftest import OpenGroup
 from jax_ep import Group, dispatch
 from jax_ep.lax import ragged_all_to_all
 
-EXPERTS, TOKENS, TOP_K, HIDDEN = 8, 24, 3, 256
+SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN = 4, 8, 24, 3, 256
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -37,10 +37,7 @@ def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
     [({}, HIDDEN * 4), ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4)],
     ids=["plain", "float8 rows"],
 )
-def test_dispatch(
-    options: dict[str, Any], row_bytes: int, tokens: int, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(4)
+def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: Group, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
@@ -51,8 +48,7 @@ def test_dispatch(
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
-def test_combine_and_gradients(tokens: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(4)
+def test_combine_and_gradients(tokens: int, group: Group, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
     loss = jax.value_and_grad(lambda *x: both(*x)[1].sum())

@@ -16,6 +16,7 @@ from conftest import OpenGroup
 from jax.sharding import NamedSharding, PartitionSpec as P
 from matmul_cases import OPS, Operands, exact
 
+from jax_ep import Group
 from jax_ep._kit import ffi, gemm
 
 pytestmark = [
@@ -70,8 +71,7 @@ def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> Operands:
 
 @needs_core
 @pytest.mark.parametrize("op", FETCHED)
-def test_owners_fetch_large_products(op: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(2)
+def test_owners_fetch_large_products(op: str, group: Group, rng: np.random.Generator) -> None:
     operands = draw(rng, FETCHED[op])
     program = helpers.per_rank(lambda a, b: OPS[op](a, b, group=group, implementation="ffi"), group.mesh)
     for _ in range(3):
@@ -80,9 +80,9 @@ def test_owners_fetch_large_products(op: str, open_group: OpenGroup, rng: np.ran
 
 
 @needs_core
-def test_branches_among_collectives(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_branches_among_collectives(group: Group, rng: np.random.Generator) -> None:
     """XLA may run the branches in any order, and NCCL beside them, 500 times."""
-    runs, group = 500, open_group(2)
+    runs = 500
     place = NamedSharding(group.mesh, P(group.axis_name))
     cases = {
         "exchanged": ("matmul_all_reduce", draw(rng, SMALL)),

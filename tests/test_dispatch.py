@@ -14,7 +14,7 @@ from helpers import LATE_TOKENS
 
 from jax_ep import CapacityError, Group, Implementation, combine, dispatch
 
-EXPERTS = 16
+SIZE, EXPERTS = 4, 16
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def test_many_tokens_experts_or_values(
     experts: int,
     hidden: int,
     implementation: Implementation,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
-    program = helpers.dispatch_combine(open_group(4), num_experts=experts, implementation=implementation)
+    program = helpers.dispatch_combine(group, num_experts=experts, implementation=implementation)
     case = helpers.draw_case(rng, 4, tokens, top_k, experts, hidden)
     helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=experts)
 
@@ -39,10 +39,9 @@ def test_many_tokens_experts_or_values(
     ("ids_dtype", "weights_dtype"), [(np.int8, ml_dtypes.bfloat16), (np.uint32, np.float16), (np.int64, np.float64)]
 )
 def test_ids_and_weights_are_cast(
-    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """The gradient comes in the dtype of the weights; an id beyond int32 is invalid, and not wrapped around."""
-    group = open_group(4)
     case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, 16)
     ids = case.ids.astype(ids_dtype)
     if np.iinfo(ids_dtype).max > 2**31:
@@ -105,13 +104,13 @@ def test_float8_rows(
     hidden: int,
     dtype: np.dtype,
     implementation: Implementation,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
     case.ids[:, 2, 1:] = -1
-    program = float8_rows(open_group(4), implementation=implementation, alignment=4, expand=expand)
+    program = float8_rows(group, implementation=implementation, alignment=4, expand=expand)
     dispatched = helpers.fetch(program(*case))
     values, scales = np.asarray(dispatched.rows.values), dispatched.rows.scales
     expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=values.shape[1], alignment=4)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
-from conftest import OpenGroup
 from test_nodes import over
 
 from jax_ep import (
@@ -107,10 +106,7 @@ def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], i
     assert [x.shape for x in found[2]] == [x.shape for x in operands if x.dtype == np.float32]
 
 
-def test_float8_rows_of_no_tokens(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
-    group = open_group(SIZE)
+def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
 
     def body(tokens: jax.Array, ids: jax.Array) -> Any:
         options: dict[str, Any] = {"wire": "float8_rows", "capacity": 4}
@@ -131,11 +127,11 @@ def test_ids_and_counts_beyond_all(
     dtype: Any,
     sharded: bool,
     implementation: Implementation,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
     """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
-    group, num_rows, entries = open_group(SIZE), 33, 8
+    num_rows, entries = 33, 8
     info = np.iinfo(dtype)
     strange = [info.min, info.min + 1, -1, num_rows, num_rows + 1, info.max - 1, info.max]
     if dtype is np.int64:

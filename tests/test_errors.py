@@ -88,8 +88,7 @@ OPS: dict[str, Callable[..., Any]] = {"dispatch": dispatched, "combine": combine
         ("ragged_all_to_all", "implementation", "cuda", ValueError),
     ],
 )
-def test_wrong_arguments(op: str, argument: str, value: Any, error: type[Exception], open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
+def test_wrong_arguments(op: str, argument: str, value: Any, error: type[Exception], group: Group) -> None:
     with pytest.raises(error, match=rf"^{op}:? .*\b{argument}\b"):
         trace(group, lambda: OPS[op](group, **{argument: value}))
 
@@ -111,14 +110,12 @@ def many_tokens() -> dict[str, Any]:
     ],
     ids=["alignment beyond 32 bits", "no multiple", "default capacity beyond 32 bits"],
 )
-def test_capacities_that_cannot_be(changes: Callable[[], Any], match: str, open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
+def test_capacities_that_cannot_be(changes: Callable[[], Any], match: str, group: Group) -> None:
     with pytest.raises(ValueError, match=f"^dispatch: {match}"):
         trace(group, lambda: dispatched(group, **changes()))
 
 
-def test_the_first_of_several_errors_is_kept(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
+def test_the_first_of_several_errors_is_kept(group: Group) -> None:
     group._keep_error(CapacityError("first"))
     group._keep_error(JaxEpError("second"))
     with pytest.raises(CapacityError, match="first"):
@@ -140,10 +137,10 @@ def test_routing_of_another_group(open_group: OpenGroup) -> None:
 
 
 @pytest.mark.parametrize("entries", [SIZE + 1, SIZE * 5000])
-def test_ragged_all_to_all_number_of_slices(entries: int, open_group: OpenGroup) -> None:
+def test_ragged_all_to_all_number_of_slices(entries: int, group: Group) -> None:
     indices = jnp.zeros(entries, jnp.int32)
     with pytest.raises(ValueError, match=r"^ragged_all_to_all: .*(input_offsets|slices)"):
-        trace(open_group(SIZE), lambda: ragged_all_to_all(ROWS, ROWS, *[indices] * 4, axis_name="ep"))
+        trace(group, lambda: ragged_all_to_all(ROWS, ROWS, *[indices] * 4, axis_name="ep"))
 
 
 def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -> None:
@@ -161,8 +158,7 @@ def test_ragged_all_to_all_needs_exactly_one_open_group(open_group: OpenGroup) -
 
 
 @pytest.mark.parametrize("op", ["dispatch", "ragged_all_to_all"])
-def test_outside_shard_map(op: str, open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
+def test_outside_shard_map(op: str, group: Group) -> None:
     with pytest.raises(ValueError, match=rf"^{op}: must be called inside jax\.shard_map over axis 'ep'"):
         OPS[op](group)
 

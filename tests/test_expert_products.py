@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from layer_cases import EXPERTS, SIZE, assert_near, draw, everything
 
 import jax_ep
@@ -50,7 +49,7 @@ def changed(model: Any, change: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["int8", "qwix"])
-def test_int8(name: str, example: ModuleType, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_int8(name: str, example: ModuleType, group: jax_ep.Group, rng: np.random.Generator) -> None:
     """Scales and products are exact but for float32: the layer is that of the rounded matrices."""
     model, case, cotangent = draw(rng, np.float32)
     everything(case, rng)
@@ -66,16 +65,14 @@ def test_int8(name: str, example: ModuleType, open_group: OpenGroup, rng: np.ran
 
     experts = changed(model, lambda matrix: quantize(jnp.asarray(matrix)))
     rounded = model._replace(**changed(model, lambda matrix: back(quantize(jnp.asarray(matrix)))))
-    out, (d_tokens, d_weights, _) = run(
-        open_group(SIZE), product, model, case.ids, jax_ep.Experts(**experts), cotangent
-    )
+    out, (d_tokens, d_weights, _) = run(group, product, model, case.ids, jax_ep.Experts(**experts), cotangent)
     wanted, gradient = moe_oracle.gated_experts(rounded, case.ids, cotangent)
     assert_near((out, d_tokens, d_weights), (wanted, gradient.tokens, gradient.weights), 1e-5)
     assert np.linalg.norm(wanted - moe_oracle.gated_experts(model, case.ids, cotangent)[0]) > 1e-3  # than without int8
 
 
 @pytest.mark.usefixtures("native")
-def test_adapters(example: ModuleType, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_adapters(example: ModuleType, group: jax_ep.Group, rng: np.random.Generator) -> None:
     """Gradients of the factors are those of the whole matrix M = base + a b: M' b^T and a^T M'; the base has none."""
     model, case, cotangent = draw(rng, np.float32)
 
@@ -86,7 +83,7 @@ def test_adapters(example: ModuleType, open_group: OpenGroup, rng: np.random.Gen
     experts = changed(model, adapted)
     whole = model._replace(**{x: lora.base + lora.a @ lora.b for x, lora in experts.items()})
     out, (d_tokens, d_weights, leaves) = run(
-        open_group(SIZE),
+        group,
         example.lora_dot,
         model,
         case.ids,
@@ -103,13 +100,13 @@ def test_adapters(example: ModuleType, open_group: OpenGroup, rng: np.random.Gen
 
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_expert_and_weight_of_rows(
-    alignment: int, implementation: Any, open_group: OpenGroup, rng: np.random.Generator
+    alignment: int, implementation: Any, group: jax_ep.Group, rng: np.random.Generator
 ) -> None:
     """Against one pass over the assignments in numpy; the weights of rows pull back to their assignments."""
     model, case, _ = draw(rng, np.float32)
     everything(case, rng)
     options: Any = {"num_experts": EXPERTS, "alignment": alignment, "implementation": implementation}
-    group, local = open_group(SIZE), EXPERTS // SIZE
+    local = EXPERTS // SIZE
 
     def body(tokens: Any, ids: Any, weights: Any) -> Any:
         def of_row(weights: Any) -> Any:

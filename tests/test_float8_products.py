@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
 
-from jax_ep import float8, lax
+from jax_ep import Group, float8, lax
 from jax_ep._kit import gemm
 from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
 
@@ -293,8 +292,7 @@ def _without_scales(weights: Float8Weights) -> Float8Weights:
     return replace(weights, scales=weights.scales[:, :1])
 
 
-def test_wrong_layers(open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_wrong_layers(group: Group) -> None:
 
     def layer(hidden: int, width: int, wrong: dict[int, Any] | None = None, **options: Any) -> Any:
         def body() -> jax.Array:

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
 from helpers import DTYPES
 
-from jax_ep import dispatch, lax
+from jax_ep import Group, dispatch, lax
 from jax_ep._kit import ffi, gemm
 from jax_ep.ops.matmul import kernels
 from jax_ep.ops.matmul.api import gated_product, sum_of_lhs_gradients
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
 
 ACTIVATIONS: dict[Any, Any] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
-EXPERTS, TOP_K = 4, 2
+SIZE, EXPERTS, TOP_K = 1, 4, 2
 # The last has few tiles of a long contraction: products alone split it, so that their sums have other bits.
 SHAPES = [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640), (64, 2048, 128)]
 
@@ -50,9 +49,8 @@ def assert_same_bits(out: np.ndarray, wanted: np.ndarray) -> None:
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_value(activation: str, dtype: np.dtype, open_group: OpenGroup) -> None:
+def test_every_value(activation: str, dtype: np.dtype, group: Group) -> None:
     """Each of the 2^16 values as a product by gate: in the first column of a row, times one."""
-    group = open_group(1)
     tokens = np.zeros((1, 1 << 16, 8), dtype)
     tokens[0, :, 0] = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     tokens[0, :, 1] = 1
@@ -75,10 +73,9 @@ def test_shapes(
     width: int,
     one_matrix: bool,
     dtype: np.dtype,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
-    group = open_group(1)
     program = layer_of(group, "silu", one_matrix, capacity=tokens * TOP_K + 40)
     for skipped in (0, tokens // 2):
         rows = rng.standard_normal((1, tokens, hidden)).astype(dtype)
@@ -134,8 +131,7 @@ def test_its_derivative(rng: np.random.Generator) -> None:
 
 
 @on_hopper
-def test_one_kernel_with_a_gradient_too(open_group: OpenGroup) -> None:
-    group = open_group(1)
+def test_one_kernel_with_a_gradient_too(group: Group) -> None:
     tokens, ids = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.zeros((1, 8, 1), jnp.int32)
     gate = up = jnp.ones((1, 1, 16, 16), jnp.bfloat16)
 
@@ -205,8 +201,7 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
 
 
 @on_hopper
-def test_once_in_a_gradient(open_group: OpenGroup) -> None:
-    group = open_group(1)
+def test_once_in_a_gradient(group: Group) -> None:
     tokens, ids = jnp.ones((1, 4096, 64), jnp.bfloat16), jnp.zeros((1, 4096, 1), jnp.int32)
     gate = up = jnp.ones((1, 1, 64, 64), jnp.bfloat16)
 

@@ -122,8 +122,7 @@ def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng:
     group.check()
 
 
-def test_closed(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
+def test_closed(group: Group, rng: np.random.Generator) -> None:
     with group:
         assert not group.closed
     group.close()  # twice is fine
@@ -135,8 +134,7 @@ def test_closed(open_group: OpenGroup, rng: np.random.Generator) -> None:
         helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="xla")(*case)
 
 
-def test_describes_itself(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
+def test_describes_itself(group: Group) -> None:
     assert group.size == SIZE
     assert "'ep'" in repr(group)
     assert f"size={SIZE}" in repr(group)
@@ -144,11 +142,11 @@ def test_describes_itself(open_group: OpenGroup) -> None:
     assert repr(group).endswith(", closed=True)")
 
 
-def test_results_describe_themselves(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_results_describe_themselves(group: Group, rng: np.random.Generator) -> None:
     """By types, not values."""
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 128)
     options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "xla", "wire": "float8_rows"}
-    group, texts = open_group(SIZE), []
+    texts = []
 
     def arrived(*operands: jax.Array) -> jax.Array:
         out = dispatch(*operands, group=group, **options)
@@ -212,9 +210,9 @@ def test_arguments_in_another_order() -> None:
 
 
 def test_what_was_chosen_is_logged(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+    implementation: Implementation, group: Group, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group, case = open_group(SIZE), helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     why = {"ffi": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
     with caplog.at_level(logging.DEBUG, logger="jax_ep"):

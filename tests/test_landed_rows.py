@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 
-from jax_ep import CapacityError, dispatch, lax
+from jax_ep import CapacityError, Group, dispatch, lax
 
 HIDDEN, TOP_K, EXPERTS = 128, 4, 16
 
@@ -34,8 +34,8 @@ def test_a_slot_for_each_token(
 
 
 @pytest.mark.parametrize("implementation", ["ffi", "xla"])
-def test_failure_makes_products_nan(implementation: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, (tokens, ids, weights) = open_group(2), helpers.draw_case(rng, 2, 8, TOP_K, EXPERTS, HIDDEN)
+def test_failure_makes_products_nan(implementation: Any, group: Group, rng: np.random.Generator) -> None:
+    tokens, ids, weights = helpers.draw_case(rng, 2, 8, TOP_K, EXPERTS, HIDDEN)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         options: Any = {"capacity": 20, "expand": False, "implementation": implementation}

@@ -11,7 +11,6 @@ import numpy as np
 import oracle
 import pytest
 from chaos.ragged import slices_of
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Group, Implementation, InvalidRoutingError
@@ -19,11 +18,6 @@ from jax_ep.lax import ragged_all_to_all
 
 SIZE, ROWS = 4, 40
 OUTSIDE = "ragged_all_to_all: .* a slice lies outside its buffer or"
-
-
-@pytest.fixture
-def group(open_group: OpenGroup) -> Group:
-    return open_group(SIZE)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from conftest import OpenGroup
 from jax.sharding import Mesh
 from test_lax import ROWS, draw_slices, exchange
 
-from jax_ep import Implementation
+from jax_ep import Group, Implementation
 from jax_ep.lax import ragged_all_to_all
 
 SIZE = 4
@@ -32,11 +32,11 @@ def test_axis_index_groups(
     parts: tuple[tuple[int, ...], ...],
     each: int,
     implementation: Implementation,
-    open_group: OpenGroup,
+    group: Group,
     rng: np.random.Generator,
 ) -> None:
     """Each part exchanges as a group of its own would, its ranks in the order given."""
-    group, of_part = open_group(SIZE), len(parts[0])
+    of_part = len(parts[0])
     operand, output = draw_rows(rng, 2, SIZE)
     slices = oracle.Slices(*(np.zeros((SIZE, of_part * each), np.int32) for _ in range(4)))
     wanted = np.empty_like(output)
@@ -57,8 +57,8 @@ def test_axis_index_groups(
         (((0, 1),), "^ragged_all_to_all: axis_index_groups must name each of the 4 ranks in one part, got"),
     ],
 )
-def test_wrong_groups(parts: Any, match: str, open_group: OpenGroup) -> None:
-    group, rows, indices = open_group(SIZE), np.zeros((SIZE, 3)), np.zeros((SIZE, 4), np.int32)
+def test_wrong_groups(parts: Any, match: str, group: Group) -> None:
+    rows, indices = np.zeros((SIZE, 3)), np.zeros((SIZE, 4), np.int32)
     with pytest.raises(ValueError, match=match):
         jax.eval_shape(
             helpers.per_rank(exchange(group, "xla", axis_index_groups=parts), group.mesh), rows, rows, *[indices] * 4
@@ -88,8 +88,8 @@ def test_what_jax_refuses_is_refused_in_its_words(name: str, wrong: jax.Array, w
 @pytest.mark.parametrize(
     "in_axes", [0, 1, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
 )
-def test_vmap(in_axes: Any, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, batch = open_group(SIZE), 3
+def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+    batch = 3
     operands = [*draw_rows(rng, 2, SIZE, batch)]
     drawn = [draw_slices(rng, 2) for _ in range(batch)]
     operands += [np.stack(x, axis=1) for x in zip(*drawn, strict=True)]
@@ -103,9 +103,9 @@ def test_vmap(in_axes: Any, implementation: Implementation, open_group: OpenGrou
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
 
 
-def test_vmap_of_parts(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_vmap_of_parts(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """`jax.lax`'s own refuses a batch where there are axis_index_groups."""
-    group, batch = open_group(SIZE), 2
+    batch = 2
     operand, output = draw_rows(rng, 2, SIZE, batch)
     drawn = [[draw_slices(rng, 1, 2) for _ in range(batch)] for _ in range(2)]  # for each part
     slices = [
@@ -119,9 +119,9 @@ def test_vmap_of_parts(implementation: Implementation, open_group: OpenGroup, rn
         np.testing.assert_array_equal(actual[ranks, i], wanted)
 
 
-def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_tangents(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """It is linear: a tangent goes as the rows do. Its transpose belongs to it: <w, J v> = <J^T w, v>."""
-    group, slices = open_group(SIZE), draw_slices(rng, 2)
+    slices = draw_slices(rng, 2)
     operand, output, d_operand, d_output, cotangent = draw_rows(rng, 5, SIZE)
 
     def body(operand: Any, output: Any, d_operand: Any, d_output: Any, cotangent: Any, *slices: jax.Array) -> Any:
@@ -144,10 +144,10 @@ def test_tangents(implementation: Implementation, open_group: OpenGroup, rng: np
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_the_gradient_of_a_row_that_is_sent_several_times(
-    each: int, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    each: int, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """It is the sum of all cotangents, as of any value that is used several times."""
-    group, slices = open_group(SIZE), draw_slices(rng, each)
+    slices = draw_slices(rng, each)
     slices.input_offsets[:] = rng.integers(0, 3, slices.input_offsets.shape)  # on some ranks all begin near row 0
     slices.input_offsets[1] = draw_slices(rng, each).input_offsets[1]
     slices.input_offsets[1] = np.cumsum(slices.send_sizes[1]) - slices.send_sizes[1]  # on another none overlap

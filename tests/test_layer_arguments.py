@@ -5,15 +5,15 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import layer_cases
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from layer_cases import HIDDEN, SIZE, WIDTH, draw
 
 from jax_ep import Experts, Gated, Group, moe_mlp
 
-LOCAL = 2  # experts of a rank
+LOCAL = layer_cases.EXPERTS // SIZE  # experts of a rank
 
 FLOAT32, FLOAT16 = np.float32, np.float16
 
@@ -111,16 +111,16 @@ OF_A_PRODUCT: list[tuple[dict[str, Any], str]] = [
     ],
 )
 def test_refused_by_name(
-    changes: dict[str, Any], options: dict[str, Any], match: str, open_group: OpenGroup, rng: np.random.Generator
+    changes: dict[str, Any], options: dict[str, Any], match: str, group: Group, rng: np.random.Generator
 ) -> None:
     layer, case, _ = draw(rng, np.float32)
     with pytest.raises((ValueError, TypeError), match=f"^moe_mlp: {match}"):
-        trace(open_group(SIZE), layer, case.ids, changes, options)
+        trace(group, layer, case.ids, changes, options)
 
 
-def test_experts_that_are_not_sharded_are_refused(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_experts_that_are_not_sharded_are_refused(group: Group, rng: np.random.Generator) -> None:
     """They would be taken for R times as many experts, of which the first ranks own all that tokens name."""
-    group, (model, case, _) = open_group(SIZE), draw(rng, np.float32)
+    model, case, _ = draw(rng, np.float32)
     tokens, ids, *matrices = (x.reshape(-1, *x.shape[2:]) for x in (model.tokens, case.ids, *model[2:]))
 
     def layer(tokens: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:

@@ -77,9 +77,9 @@ def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
 @pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_against_the_chain(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
     """Large enough that chance makes little of the errors."""
-    group, tokens = open_group(SIZE), 64
+    tokens = 64
     capacity = SIZE * tokens * TOP_K
     ours, others = (with_gradient(group, form(group, "ffi", capacity=capacity)) for form in (layer_of, chain))
     for change in ROUTINGS:
@@ -100,9 +100,8 @@ def draw_shared(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 @pytest.mark.usefixtures("native")
-def test_a_shared_expert_waits_for_no_rows(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generator) -> None:
     """Nor do rows wait for it: neither's products come into the other's operands, until both are added."""
-    group = open_group(SIZE)
     layer, case, _ = draw(rng, np.float32)
 
     def body(model: Layer, shared: list[Any], ids: jax.Array) -> jax.Array:
@@ -128,8 +127,8 @@ def test_a_shared_expert_waits_for_no_rows(open_group: OpenGroup, rng: np.random
     assert behind[mapped.outvars[0]] == {"exchange", "shared"}
 
 
-def test_stats(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group, capacity = open_group(SIZE), 8
+def test_stats(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+    capacity = 8
     layer, case, _ = draw(rng, np.float32)
     zipf(case, rng)
     case.ids[0, 3, :2] = EXPERTS, -7

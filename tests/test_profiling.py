@@ -42,8 +42,8 @@ def round_trip(group: Group, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("wire", [None, "float8"])
-def test_every_rank_has_every_phase(wire: Any, open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
-    group, path = open_group(SIZE), tmp_path / "trace.json"
+def test_every_rank_has_every_phase(wire: Any, group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
     both = helpers.round_trip(group, num_experts=EXPERTS, wire=wire, implementation="ffi")
     loss = jax.grad(lambda *x: jnp.sum(both(*x)[1] ** 2))
     program, case = helpers.per_rank(loss, group.mesh), draw(rng)
@@ -58,8 +58,8 @@ def test_every_rank_has_every_phase(wire: Any, open_group: OpenGroup, rng: np.ra
         assert all(begin <= s.begin <= s.end <= end for s in slices(path))
 
 
-def test_ragged_all_to_all(open_group: OpenGroup, tmp_path: Path) -> None:
-    group, path = open_group(SIZE), tmp_path / "trace.json"
+def test_ragged_all_to_all(group: Group, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
 
     def body(operand: jax.Array) -> jax.Array:
         each = jnp.arange(SIZE, dtype=jnp.int32)
@@ -71,11 +71,9 @@ def test_ragged_all_to_all(open_group: OpenGroup, tmp_path: Path) -> None:
     assert_complete(path, SIZE, ["ragged_all_to_all"])
 
 
-def test_only_what_runs_inside_is_profiled_each_time(
-    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
-) -> None:
+def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
     """One compiled program runs before, inside and after two profiles."""
-    program, case = round_trip(open_group(SIZE)), draw(rng)
+    program, case = round_trip(group), draw(rng)
     ops = {}
     for run, times in enumerate([2, 1]):
         helpers.fetch(program(*case))
@@ -162,8 +160,8 @@ def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: np.random.Generato
         assert any(s.name == "give up" for s in slices(path))
 
 
-def test_profiles_do_not_nest(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
-    program, case = round_trip(open_group(SIZE)), draw(rng)
+def test_profiles_do_not_nest(group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
+    program, case = round_trip(group), draw(rng)
     with jax_ep.profile(tmp_path / "outer.json"):
         with (
             pytest.raises(RuntimeError, match=r"already writing to .*outer\.json.*do not nest"),

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from test_matrix import COMBINED, DISPATCHED, POLICIES
 
 from jax_ep import Group, combine, dispatch
@@ -68,8 +67,7 @@ def gradient_of_layers(group: Group, layer: Callable[..., jax.Array], policy: An
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", [chain, layer])
 @pytest.mark.parametrize("policy", policies())
-def test_what_runs_again(form: Any, policy: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
+def test_what_runs_again(form: Any, policy: str, group: Group, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     matrices = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, HIDDEN)[2:]
     chosen, dispatches, combines = policies()[policy]

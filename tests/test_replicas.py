@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Experts, Implementation, moe_mlp, nn
+from jax_ep import Experts, Group, Implementation, moe_mlp, nn
 
-EXPERTS = 16
+SIZE, EXPERTS = 4, 16
 
 
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(4, 16), (4, 24), (8, 32), (2, 18)])
@@ -121,14 +120,13 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("op", "given", "options", "match"), REFUSED)
-def test_what_is_refused(op: str, given: Any, options: Any, match: str, open_group: OpenGroup) -> None:
+def test_what_is_refused(op: str, given: Any, options: Any, match: str, group: Group) -> None:
     def call() -> Any:
         if op == "plan_replicas":
             load, num_ranks, num_slots = given
             return nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots, **options)
         return nn.physical_ids(*given, **options) if op == "physical_ids" else nn.replicate(*given, group=group)
 
-    group = open_group(4)
     with pytest.raises((ValueError, TypeError), match=f"^{op}: {match}"):
         helpers.trace(group, call)
 
@@ -162,11 +160,10 @@ def test_replicas_of_no_loads_are_spread() -> None:
 
 
 def test_matrices_go_out_and_gradients_come_home(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """Of any pytree, to the last bit: whole numbers have the sums of one copy, in bfloat16 rounded once."""
-    size, experts, slots = 4, 8, 24
-    group = open_group(size)
+    size, experts, slots = SIZE, 8, 24
     plan = nn.plan_replicas(rng.zipf(1.3, experts).clip(max=50), num_ranks=size, num_slots=slots)
     assert plan.counts.max() > 3
     given: Any = {
@@ -197,15 +194,14 @@ def test_matrices_go_out_and_gradients_come_home(
 
 
 @pytest.mark.usefixtures("native")
-def test_a_layer_of_replicas_trains(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_layer_of_replicas_trains(group: Group, rng: np.random.Generator) -> None:
     """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
-    size, experts = 4, 4
+    size = experts = SIZE
     case = helpers.draw_case(rng, size, 16, 2, experts, 8)
     case.ids[:, :, 0], case.ids[:, :, 1] = 1, np.where(case.ids[:, :, 1] == 1, 2, case.ids[:, :, 1])
     model = moe_oracle.draw_layer(rng, case.tokens, case.weights, experts, 12)
     flat = moe_oracle.Layer(*(x.reshape(-1, *x.shape[2:]) for x in model))
     target = rng.standard_normal(flat.tokens.shape).astype(np.float32)
-    group = open_group(size)
     traced = []
 
     def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, *matrices: Any) -> Any:

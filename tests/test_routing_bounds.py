@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from test_nodes import over
 
@@ -78,9 +77,8 @@ def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
     ],
 )
 def test_out_of_bounds(
-    program: Any, leaf: str, limit: int, native: None, open_group: OpenGroup, rng: np.random.Generator
+    program: Any, leaf: str, limit: int, native: None, group: Group, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
     case, out = dispatched(group, rng)
     run = program(group)
     for value in (limit, helpers.BIG, *((-1, -helpers.BIG) if leaf == "counts" else ())):
@@ -100,8 +98,7 @@ def test_out_of_bounds(
     assert_works(group, case, out)
 
 
-def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
+def test_xla_gives_nan_for_rows_that_are_not(native: None, group: Group, rng: np.random.Generator) -> None:
     case, out = dispatched(group, rng)
     program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
     actual = helpers.fetch(program(out.rows, spoilt(out.routing, "row_of", with_value(CAPACITY)))).copy()
@@ -113,10 +110,9 @@ def test_xla_gives_nan_for_rows_that_are_not(native: None, open_group: OpenGroup
 @pytest.mark.parametrize("program", [combined, gradient])
 @pytest.mark.parametrize("largest", [CAPACITY + 10, helpers.BIG])
 def test_anything_in_the_leaves(
-    program: Any, largest: int, native: None, open_group: OpenGroup, rng: np.random.Generator
+    program: Any, largest: int, native: None, group: Group, rng: np.random.Generator
 ) -> None:
     """Whatever they hold, the process lives on and the group works."""
-    group = open_group(SIZE)
     case, out = dispatched(group, rng)
     run = program(group)
     for leaves in (["targets"], ["row_of"], ["counts"], ["targets", "row_of", "counts"]) * 3:
@@ -182,18 +178,16 @@ def test_leaf_refused_by_name(
     ],
 )
 def test_config_refused_by_name(
-    change: Any, error: type[Exception], message: str, native: None, open_group: OpenGroup, rng: np.random.Generator
+    change: Any, error: type[Exception], message: str, native: None, group: Group, rng: np.random.Generator
 ) -> None:
-    group = open_group(SIZE)
     _, out = dispatched(group, rng)
     config = change and dataclasses.replace(out.routing.config, **change)
     with pytest.raises(error, match=f"^combine: {re.escape(message)}"):
         jax.eval_shape(combined(group), out.rows, dataclasses.replace(out.routing, config=config))
 
 
-def test_replicated(native: None, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_replicated(native: None, group: Group, rng: np.random.Generator) -> None:
     """By P() every rank is given the same: that of all ranks, of another shape, or that of one."""
-    group = open_group(SIZE)
     _, out = dispatched(group, rng)
     rows = out.rows.reshape(-1, HIDDEN)
 

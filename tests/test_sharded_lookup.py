@@ -49,9 +49,8 @@ def on_ranks(group: Group, function: Any, in_specs: Any, out_specs: Any, check_v
     )
 
 
-def test_rows_come_home(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_rows_come_home(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """Also in 16 bits, by int64 ids, and for no ids at all; the gradient of the table is dense there."""
-    group = open_group(SIZE)
     table, ids, weights = draw(rng)
     find = partial(embedding.sharded_lookup, group=group, implementation=implementation)
 
@@ -75,11 +74,9 @@ def test_rows_come_home(implementation: Implementation, open_group: OpenGroup, r
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_training(
-    check_vma: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_training(check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """Steps on the ranks' parts are steps of dense optax on the whole table, as every row is named."""
-    group, optimizer, dense = open_group(SIZE), embedding.by_rows(optax.adamw(0.1)), optax.adamw(0.1)
+    optimizer, dense = embedding.by_rows(optax.adamw(0.1)), optax.adamw(0.1)
     table, ids, weights = draw(rng)
     ids["words"][N:] = np.arange(3 * N) % HEIGHTS["words"]
     ids["tags"][:] = np.arange(SIZE * N) % HEIGHTS["tags"]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from test_nodes import over
 
@@ -51,10 +50,10 @@ def test_against_numpy(
 
 
 def test_grad_inside_shard_map_without_vma(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """Where every rank has a loss of its own of the replicated result, the gradient is that of their sum."""
-    group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
+    ids = cases.zipf(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)
     weights = rng.standard_normal((SIZE, ROWS, WIDTH)).astype(np.float32)
     run = cases.reduced(group, ROWS, capacity=64, implementation=implementation)
@@ -73,11 +72,9 @@ def test_grad_inside_shard_map_without_vma(
 
 
 @pytest.mark.parametrize("wrap", ["checkpoint", "scan"])
-def test_transformed(
-    wrap: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_transformed(wrap: str, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """The loss is not linear: the sum of squares of the summed table."""
-    group, ids = open_group(SIZE), cases.zipf(rng, SIZE, ENTRIES, ROWS)
+    ids = cases.zipf(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)
     run = cases.reduced(group, ROWS, capacity=64, implementation=implementation)
 
@@ -98,9 +95,9 @@ def test_transformed(
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_dropped_rows_have_no_gradient(
-    sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    sharded: bool, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
-    group, ids = open_group(SIZE), cases.identical(rng, SIZE, ENTRIES, ROWS)
+    ids = cases.identical(rng, SIZE, ENTRIES, ROWS)
     values = cases.draw_values(rng, ids, WIDTH)
     options: dict[str, Any] = {"capacity": 3, "sharded": sharded, "on_overflow": "drop"}
     run = cases.reduced(group, ROWS, implementation=implementation, **options)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
-from conftest import OpenGroup
 from helpers import DTYPES
 from jax.experimental.sparse import BCOO
 
@@ -123,14 +122,12 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
         ({"implementation": "gpu"}, ValueError, "implementation must be one of"),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str, open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str, group: Group) -> None:
     with pytest.raises(error, match="^sparse_all_reduce: " + re.escape(message)):
         helpers.trace(group, lambda: reduce(group, **options))
 
 
-def test_where_it_may_be_called(implementation: Implementation, open_group: OpenGroup) -> None:
-    group = open_group(2)
+def test_where_it_may_be_called(implementation: Implementation, group: Group) -> None:
     with pytest.raises(ValueError, match=r"^sparse_all_reduce: must be called inside jax\.shard_map"):
         reduce(group, implementation=implementation)
 

@@ -11,7 +11,6 @@ import moe_oracle
 import numpy as np
 import pytest
 import sparse_cases
-from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS, served
 
@@ -76,9 +75,8 @@ def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 @pytest.mark.usefixtures("native")
-def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_gradients_of_layers(group: Group, rng: np.random.Generator) -> None:
     """Forward over reverse; reverse over reverse `jax.lax.ragged_dot` has none."""
-    group = open_group(SIZE)
     operands, ids = draw_layer(rng)
 
     def gradient(tokens: Any, weights: Any, gate: Any, up: Any, down: Any, ids: Any) -> jax.Array:
@@ -92,9 +90,8 @@ def test_gradients_of_layers(open_group: OpenGroup, rng: np.random.Generator) ->
     assert_steps(group, gradient, operands, rng, ids)
 
 
-def test_second_order(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_second_order(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
-    group = open_group(SIZE)
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     tokens, ids, weights = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in case)
     scales = rng.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
@@ -124,11 +121,8 @@ def test_second_order(implementation: Implementation, open_group: OpenGroup, rng
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_of_products(
-    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_gradients_of_products(op: str, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """Forward over reverse."""
-    group = open_group(SIZE)
     a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) / 4 for _ in range(2))
     if not served(group, implementation, (16, 16), a.dtype):
         pytest.skip("kernels on a GPU take 16-bit operands alone")
@@ -146,9 +140,9 @@ def test_gradients_of_products(
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("op", sparse_cases.OPS)
 def test_sparse_sums(
-    op: str, sharded: bool, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    op: str, sharded: bool, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
-    group, rows = open_group(SIZE), 12
+    rows = 12
     ids = sparse_cases.zipf(rng, SIZE, 7, rows)
     ids[0, 0] = rows
     values = sparse_cases.draw_values(rng, ids, 3)

@@ -48,10 +48,10 @@ def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("batched", ["tokens", "ids", "weights", "scale"])
 def test_one_operand_is_batched(
-    batched: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    batched: str, implementation: Implementation, group: Group, rng: np.random.Generator
 ) -> None:
     """Against numpy; test_matrix.py batches all of them."""
-    group, drawn = open_group(SIZE), draw(rng)
+    drawn = draw(rng)
     for name, x in drawn.items():
         x[:, 1:] = x[:, 1:] if name == batched else x[:, :1]
     operands = [x if name == batched else x[:, 0] for name, x in drawn.items()]
@@ -63,9 +63,8 @@ def test_one_operand_is_batched(
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_jacobians(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_jacobians(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     """The op runs once, its derivative is batched; backward and forward agree."""
-    group = open_group(SIZE)
     body = there_and_back(group, implementation)
 
     def both(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array) -> Any:

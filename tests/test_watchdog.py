@@ -171,8 +171,7 @@ def test_a_dump_on_request(
     assert re.search(rf"\n    line 0 rank 0, 1, 2: dispatch float32 T=4 .*{re.escape(site)}, running$", text), text
 
 
-def test_report(open_group: OpenGroup, rng: np.random.Generator) -> None:
-    group = open_group(SIZE)
+def test_report(group: Group, rng: np.random.Generator) -> None:
     program = helpers.dispatch_combine(group, **OPTIONS)
     rounds = 40  # more ops than are kept
     for _ in range(rounds):
