@@ -1,5 +1,6 @@
 """matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul, and their gradients, against numpy in float64."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from chaos.compare import assert_near
 from conftest import OpenGroup
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, PartitionSpec as P
 from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, served
 
 import jax_ep
@@ -98,33 +99,48 @@ def test_all_three_in_a_row_and_independent(group: Group, rng: np.random.Generat
             assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), 4, name)
 
 
-def test_bad_operands_are_refused(group: Group) -> None:
-    a, b = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 8))
+SQUARE, NARROW, MESH = jnp.zeros((8, 8)), jnp.zeros((8, 8), BFLOAT16), AbstractMesh((2,), ("ep",))
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"group": MESH}, TypeError, "group must be an open jax_ep.Group(mesh, axis_name), got AbstractMesh"),
+    ({"lhs": [[1.0]]}, TypeError, "lhs must be an array, got list"),
+    ({"lhs": jnp.zeros(8)}, ValueError, "lhs must have shape [M, K]"),
+    ({"rhs": "b"}, TypeError, "rhs must be an array, got str"),
+    ({"rhs": jnp.zeros((4, 8))}, ValueError, "rhs must have shape [K, N]"),
+    ({"rhs": NARROW}, TypeError, "rhs must be of dtype float32"),
+    ({"bias": [0.0] * 8}, TypeError, "bias must be an array, got list"),
+    ({"bias": jnp.zeros(4)}, ValueError, "bias must have shape"),
+    ({"bias": jnp.zeros(8, complex)}, TypeError, "bias must be of dtype bfloat16, float16, float32, got complex64"),
+    ({"preferred_element_type": "foo"}, TypeError, "preferred_element_type must be a dtype or None, got 'foo'"),
+    ({"preferred_element_type": BFLOAT16}, TypeError, "preferred_element_type must be float32"),
+    (
+        {"lhs": NARROW, "rhs": NARROW, "preferred_element_type": FLOAT16},
+        *(TypeError, "preferred_element_type must be bfloat16 or float32, got float16"),
+    ),
+    ({"implementation": "nccl"}, ValueError, "implementation must be one of"),
+    *(
+        (
+            {"lhs": SQUARE[:m, :k], "rhs": SQUARE[:k, :n], "implementation": by},
+            ValueError,
+            f"lhs and rhs must not be empty, got ({m}, {k}) and ({k}, {n})",
+        )
+        for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0))
+        for by in ("auto", "ffi", "xla")
+    ),
+]
 
-    def expect(error: type[Exception], match: str, *operands: jax.Array, name: str = "matmul_all_reduce", **o: Any):
-        with pytest.raises(error, match=match):
-            program(name, group, **o)(*operands)
 
-    expect(ValueError, r"rhs must have shape \[K, N\]", a, jnp.zeros((2, 4, 8)))
-    expect(ValueError, r"lhs must have shape \[M, K\]", jnp.zeros((2, 8)), b)
-    expect(TypeError, "rhs must be of dtype float32", a, b.astype(jnp.bfloat16))
-    expect(TypeError, "preferred_element_type must be float32", a, b, preferred_element_type=jnp.bfloat16)
-    for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0)):
-        for name in OPS:
-            for implementation in ("auto", "ffi", "xla"):
-                expect(
-                    ValueError,
-                    rf"^{name}: lhs and rhs must not be empty, got \({m}, {k}\) and \({k}, {n}\)",
-                    jnp.zeros((2, m, k)),
-                    jnp.zeros((2, k, n)),
-                    name=name,
-                    implementation=implementation,
-                )
-    expect(ValueError, "bias must have shape", a, b, bias=jnp.zeros(4))
-    expect(ValueError, "implementation must be one of", a, b, implementation="nccl")
-    expect(ValueError, "multiple of the group's size", a[:, :7], b, name="matmul_reduce_scatter")
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
+def test_wrong_arguments(op: str, changes: dict[str, Any], error: type[Exception], message: str, group: Group) -> None:
+    arguments: dict[str, Any] = {"lhs": SQUARE, "rhs": SQUARE, "group": group}
+    with pytest.raises(error, match=f"^{re.escape(f'{op}: {message}')}"):
+        helpers.trace(group, lambda: OPS[op](**arguments | changes))
+
+
+def test_rows_that_do_not_divide_and_calls_outside(group: Group) -> None:
+    with pytest.raises(ValueError, match="multiple of the group's size"):
+        helpers.trace(group, lambda: jax_ep.matmul_reduce_scatter(SQUARE[:7], SQUARE, group=group))
     with pytest.raises(ValueError, match=r"inside jax\.shard_map"):
-        jax_ep.matmul_all_reduce(a[0], b[0], group=group)
+        jax_ep.matmul_all_reduce(SQUARE, SQUARE, group=group)
 
 
 def test_more_rows_than_kernels_count(group: Group) -> None:

@@ -1,6 +1,8 @@
 """Sparse gradients and the row-wise optimizers, against jax.grad of dense tables and dense updates in numpy."""
 
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -242,41 +244,58 @@ def test_data_parallel_training(
     assert bits(trained[~named]) == bits(np.asarray(table)[~named])
 
 
-def test_wrong_arguments_are_named() -> None:
-    table, ids = jnp.zeros((V, D)), jnp.zeros(3, jnp.int32)
-    gradient = sparse_value_and_grad(jnp.sum)
-    with pytest.raises(ValueError, match=r"table must have shape \[V, D\], got \(50,\)"):
-        gradient(table[:, 0], ids)
-    with pytest.raises(TypeError, match=r"ids must be of dtype int32, int64, got float32"):
-        gradient(table, jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0, 1\)"):
-        sparse_value_and_grad(jnp.sum, (0, 1))
-    with pytest.raises(ValueError, match=r"argnums must be at least 1, after the rows; got \(0,\)"):
-        sparse_value_and_grad(jnp.sum, 0)
-    rows = gradient(table, ids)[1]
-    with pytest.raises(ValueError, match=r"table must have shape \[V, D\] of the gradient = \(50, 6\), got \(49, 6\)"):
-        embedding.apply_updates(table[1:], rows)
-    with pytest.raises(ValueError, match=r"lookup: table must have at least one row, got \(0, 6\)"):
-        embedding.lookup(table[:0], ids)
-    with pytest.raises(ValueError, match="ids must hold an array at least for every table, got None"):
-        gradient(table, None)
-    with pytest.raises(ValueError, match=r"init: table must have shape \[V, D\], got \(50,\)"):
-        embedding.rowwise_adagrad(0.1).init(table[:, 0])
-    adagrad = embedding.by_rows(optax.adagrad(0.1))
-    state = adagrad.init(table)
-    with pytest.raises(ValueError, match=r"^update: state and table must have the structure of gradient: "):
-        adagrad.update([rows], table)
-    with pytest.raises(ValueError, match=r"^update: state must be that of init, PyTreeDef.*, got PyTreeDef"):
-        adagrad.update(rows, table)
-    with pytest.raises(ValueError, match=r"^update: state must have shape that of init = \(50, 6\), got \(50, 5\)"):
-        adagrad.update(rows, jax.tree.map(lambda x: x[:, 1:] if x.ndim else x, state))
-    with pytest.raises(ValueError, match=r"^update: table must have shape \[V, D\] of the gradient = \(50, 6\), got"):
-        adagrad.update(rows, state, table[1:])
-    with pytest.raises(
-        TypeError, match=r"^by_rows: optimizer must keep scalars and arrays of a row per row of the tab"
-    ):
-        embedding.by_rows(optax.scale_by_factored_rms(min_dim_size_to_factor=2)).init(table)
-    with pytest.raises(
-        TypeError, match=r"^by_rows: optimizer must have init and update, as optax has them, got float$"
-    ):
-        embedding.by_rows(0.1)  # type: ignore[arg-type]
+TABLE, IDS = jnp.zeros((V, D)), jnp.zeros(3, jnp.int32)
+ROWS = SparseRows.from_entries(IDS, jnp.zeros((3, D)), num_rows=V)
+ADAGRAD = embedding.by_rows(optax.adagrad(0.1))
+STATE = ADAGRAD.init(TABLE)
+NARROW = jax.tree.map(lambda x: x[:, 1:] if x.ndim else x, STATE)
+OF_GRADIENT = f"must have shape [V, D] of the gradient = ({V}, {D})"
+FACTORED = embedding.by_rows(optax.scale_by_factored_rms(min_dim_size_to_factor=2))
+wrongly: Any = embedding  # its functions with arguments that no type checker lets pass
+of, update = wrongly.sparse_value_and_grad, wrongly.by_rows(optax.adagrad(0.1)).update
+
+REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
+    "sparse_value_and_grad": [
+        (lambda: of(jnp.sum)(1.0, IDS), TypeError, "table must be an array, got float"),
+        (lambda: of(jnp.sum)(TABLE[:, 0], IDS), ValueError, "table must have shape [V, D], got (50,)"),
+        (lambda: of(jnp.sum)(TABLE, [1, 2]), TypeError, "ids must be an array, got int"),
+        (lambda: of(jnp.sum)(TABLE, jnp.zeros(3)), TypeError, "ids must be of dtype int32, int64, got float32"),
+        (lambda: of(jnp.sum)(TABLE, None), ValueError, "ids must hold an array at least for every table, got None"),
+        (lambda: of(jnp.sum, (0, 1)), ValueError, "argnums must be at least 1, after the rows; got (0, 1)"),
+        (lambda: of(jnp.sum, 0), ValueError, "argnums must be at least 1, after the rows; got (0,)"),
+        (lambda: of(jnp.sum, None), TypeError, "argnums must be an int or a sequence of them, got None"),
+    ],
+    "lookup": [
+        (lambda: wrongly.lookup(TABLE, [1]), TypeError, "ids must be an array, got list"),
+        (lambda: wrongly.lookup(TABLE[:0], IDS), ValueError, "table must have at least one row, got (0, 6)"),
+    ],
+    "apply_updates": [
+        (lambda: wrongly.apply_updates(TABLE, TABLE), TypeError, "updates must be SparseRows, got float32[50,6]"),
+        (lambda: wrongly.apply_updates(TABLE[1:], ROWS), ValueError, f"table {OF_GRADIENT}, got (49, 6)"),
+    ],
+    "rowwise_adagrad": [(lambda: wrongly.rowwise_adagrad("0.1"), TypeError, "learning_rate must be a number, got str")],
+    "by_rows": [
+        (lambda: wrongly.by_rows(0.1), TypeError, "optimizer must have init and update, as optax has them, got float"),
+        (lambda: FACTORED.init(TABLE), TypeError, "optimizer must keep scalars and arrays of a row per row of the tab"),
+    ],
+    "init": [
+        (lambda: wrongly.rowwise_adagrad(0.1).init(TABLE[:, 0]), ValueError, "table must have shape [V, D], got (50,)")
+    ],
+    "update": [
+        (lambda: update(TABLE, TABLE), TypeError, "gradient must be SparseRows, got float32[50,6]"),
+        (lambda: update({"a": ROWS, "b": TABLE}, {}), TypeError, "gradient must be SparseRows, got float32[50,6]"),
+        (lambda: update({}, {}), TypeError, "gradient must hold SparseRows, got dict"),
+        (lambda: update([ROWS], TABLE), ValueError, "state and table must have the structure of gradient: "),
+        (lambda: update(ROWS, TABLE), ValueError, "state must be that of init, PyTreeDef"),
+        (lambda: update(ROWS, NARROW), ValueError, "state must have shape that of init = (50, 6), got (50, 5)"),
+        (lambda: update(ROWS, STATE, TABLE[1:]), ValueError, f"table {OF_GRADIENT}, got"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "call", "error", "message"), [(op, *case) for op, cases in REFUSED.items() for case in cases]
+)
+def test_what_is_refused(op: str, call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^{re.escape(f'{op}: {message}')}"):
+        call()

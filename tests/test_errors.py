@@ -1,5 +1,6 @@
 """Every wrong argument raises, when the op is traced, an error that names the op and the argument."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,16 @@ import oracle
 import pytest
 from conftest import OpenGroup
 from helpers import trace
+from jax.sharding import AbstractMesh
 
 from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, combine, dispatch
+from jax_ep.float8 import Float8Rows
 from jax_ep.lax import ragged_all_to_all
 
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
 
 
-def dispatched(group: Group, **changes: Any) -> Dispatched:
+def dispatched(group: Group, /, **changes: Any) -> Dispatched:
     arguments: dict[str, Any] = {
         "tokens": jnp.zeros((TOKENS, HIDDEN)),
         "expert_ids": jnp.zeros((TOKENS, TOP_K), jnp.int32),
@@ -29,7 +32,7 @@ def dispatched(group: Group, **changes: Any) -> Dispatched:
     return dispatch(**(arguments | changes))
 
 
-def combined(group: Group, **changes: Any) -> jax.Array:
+def combined(group: Group, /, **changes: Any) -> jax.Array:
     """What is changed are functions of a Dispatched."""
     out = dispatched(group)
     arguments: dict[str, Any] = {"expert_outputs": out.rows, "routing": out.routing, "implementation": "xla"}
@@ -90,6 +93,35 @@ OPS: dict[str, Callable[..., Any]] = {"dispatch": dispatched, "combine": combine
 )
 def test_wrong_arguments(op: str, argument: str, value: Any, error: type[Exception], group: Group) -> None:
     with pytest.raises(error, match=rf"^{op}:? .*\b{argument}\b"):
+        trace(group, lambda: OPS[op](group, **{argument: value}))
+
+
+EIGHT = Float8Rows(jnp.zeros((48, 128), jnp.uint8), jnp.zeros((48, 1)))
+KEYS = jax.random.split(jax.random.key(0), (TOKENS, HIDDEN))
+MESH = AbstractMesh((SIZE,), ("ep",))  # in place of a group, as in other libraries
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "value", "must"),
+    [
+        ("dispatch", "group", MESH, "an open jax_ep.Group(mesh, axis_name), got AbstractMesh"),
+        ("dispatch", "tokens", [[1.0]], "an array, got list"),
+        ("dispatch", "tokens", KEYS, "of dtype bfloat16, float16, float32, got key<fry>"),
+        ("dispatch", "expert_ids", [[1]], "an array, got list"),
+        ("dispatch", "weights", 1.0, "an array, got float"),
+        ("dispatch", "nodes", 3, "a jax_ep.NodeOptions or None, got int"),
+        ("combine", "expert_outputs", lambda _: EIGHT, "an array, got Float8Rows"),
+        ("combine", "routing", lambda _: [0], "the Routing of a dispatch, got list"),
+        ("combine", "routing", lambda out: out, "the Routing of a dispatch, got Dispatched"),
+        ("ragged_all_to_all", "operand", [1.0], "an array, got list"),
+        ("ragged_all_to_all", "output", 1, "an array, got int"),
+        ("ragged_all_to_all", "input_offsets", (0, 0), "an array, got tuple"),
+        ("ragged_all_to_all", "axis_name", 0, "an axis of the mesh or a tuple of axes, got int"),
+        ("ragged_all_to_all", "axis_index_groups", [0, 1], "None, or a sequence of sequences of ranks, got list"),
+    ],
+)
+def test_wrong_types(op: str, argument: str, value: Any, must: str, group: Group) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(f'{op}: {argument} must be {must}')}"):
         trace(group, lambda: OPS[op](group, **{argument: value}))
 
 

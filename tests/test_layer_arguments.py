@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from layer_cases import HIDDEN, SIZE, WIDTH, draw
 
 from jax_ep import Experts, Gated, Group, moe_mlp
+from jax_ep.float8 import Float8Weights
 
 LOCAL = layer_cases.EXPERTS // SIZE  # experts of a rank
 
@@ -31,8 +32,9 @@ def trace(group: Group, model: Any, ids: Any, changes: dict[str, Any], options: 
 
     def layer(model: Any, ids: Any) -> jax.Array:
         fields = dict(zip(("gate", "up", "down"), model[2:], strict=True)) | changes
-        given: dict[str, Any] = {"experts": Experts(**fields), "group": group, "implementation": "xla"} | options
-        return moe_mlp(model.tokens, ids, None, given.pop("experts"), **given)[0]
+        given: dict[str, Any] = {"tokens": model.tokens, "expert_ids": ids, "weights": None}
+        given |= {"experts": Experts(**fields), "group": group, "implementation": "xla"}
+        return moe_mlp(**given | options)[0]
 
     jax.eval_shape(helpers.per_rank(layer, group.mesh), model, ids)
 
@@ -46,6 +48,8 @@ def nothing(gate: jax.Array, up: jax.Array) -> Any:
 
 
 EXPERTS: list[tuple[dict[str, Any], str]] = [
+    ({"gate": [1.0]}, "experts.gate must be an array, got list"),
+    ({"down": 1}, "experts.down must be an array, got int"),
     ({"gate": zeros(LOCAL, HIDDEN + 1, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\]"),
     ({"gate": zeros(0, HIDDEN, WIDTH)}, "experts.gate must have at least one expert on every rank"),
     ({"gate": zeros(HIDDEN, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\], got \(16, 24\)"),
@@ -69,6 +73,7 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"activation": unshaped}, r"experts.activation must return an array .* \(48, 24\) .*, got float32\[1,24\]"),
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": [1.0]}, "tokens must be an array, got list"),
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
     ({"shared_experts": (zeros(HIDDEN, 8),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
     (
@@ -102,11 +107,15 @@ OF_A_PRODUCT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+NO_ARRAYS = Float8Weights(None, None)  # pyright: ignore[reportArgumentType] - as jax.tree.map may leave it
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "match"),
     [
         *((changes, {}, match) for changes, match in EXPERTS),
         *(({}, options, match) for options, match in OPTIONS),
+        ({"gate": NO_ARRAYS}, {"precision": "float8"}, "experts.gate.bits must be an array, got NoneType"),
         *((changes, {"product": clipped}, match) for changes, match in OF_A_PRODUCT),
     ],
 )

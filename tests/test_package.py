@@ -1,12 +1,12 @@
-"""What the installed package says of itself, and what it counts as a user's code; docs/api.md has all its names."""
+"""What the installed package says of itself, and what it counts as a user's code; its names and options."""
 
 import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import gpu
 import helpers
@@ -98,3 +98,27 @@ def test_every_public_name_is_on_the_page() -> None:
     for directive, members in re.findall(r"^::: (\S+)|members: \[(.*)\]", page, re.MULTILINE):
         listed |= {directive.rsplit(".", 1)[-1], *re.findall(r"\w+", members)}
     assert names - OF_ARGUMENTS <= listed
+
+
+def options(module: ModuleType) -> Iterator[tuple[str, str, Any]]:
+    """("function: parameter", its default, its type) where the default is a string, of what a module exports."""
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        hints = get_type_hints(function)
+        for parameter in inspect.signature(function).parameters.values():
+            if isinstance(parameter.default, str):
+                yield f"{name}: {parameter.name}", parameter.default, hints[parameter.name]
+
+
+def literals(hint: Any) -> set[Any]:
+    if get_origin(hint) is Literal:
+        return set(get_args(hint))
+    return set().union(*map(literals, get_args(hint)))
+
+
+def test_string_options_have_literal_types() -> None:
+    """So that an editor knows them, and a type checker finds a wrong one."""
+    found = [option for module in (jax_ep, jax_ep.nn, jax_ep.lax) for option in options(module)]
+    assert {name.split(": ")[1] for name, _, _ in found} >= {"implementation", "on_overflow", "method", "op", "score"}
+    for name, default, hint in found:
+        assert default in literals(hint), f"{name} is {hint}"
+        assert str not in get_args(hint), f"{name} is {hint}"

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import helpers
 import jax
@@ -13,7 +13,7 @@ import sparse_cases as cases
 from helpers import DTYPES
 from jax.experimental.sparse import BCOO
 
-from jax_ep import Group, Implementation, SparseRows, coalesce, sparse_all_reduce
+from jax_ep import Group, Implementation, SparseRows, coalesce, embedding, sparse_all_reduce
 from jax_ep.ops.sparse.api import choose_method
 
 ROWS, ENTRIES, WIDTH = 12, 6, 3
@@ -74,9 +74,22 @@ def test_dense_and_bcoo(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(fewer.todense(), dense(ids[:7], values[:7], ROWS), atol=1e-5)
 
 
-def test_bcoo_of_single_values() -> None:
+wrongly: Any = SparseRows  # its functions with arguments that no type checker lets pass
+
+
+def test_what_no_rows_are_made_of() -> None:
+    """But arrays of numpy are arrays."""
+    with pytest.raises(TypeError, match=r"^SparseRows: indices must be an array, got list"):
+        wrongly.from_entries([1], VALUES[:1], num_rows=ROWS)
+    with pytest.raises(TypeError, match=r"^SparseRows: values must be an array, got float"):
+        wrongly.from_entries(IDS, 1.0, num_rows=ROWS)
+    with pytest.raises(TypeError, match=r"^SparseRows\.from_bcoo: matrix must be BCOO, got float32\[6,3\]"):
+        wrongly.from_bcoo(VALUES)
     with pytest.raises(ValueError, match=r"^SparseRows\.from_bcoo: matrix must have n_batch, n_sparse, n_dense = 0, 1"):
         SparseRows.from_bcoo(BCOO.fromdense(jnp.eye(3)))
+    rows = wrongly.from_entries(np.array([1, 1, 4], np.int32), np.ones((3, WIDTH), np.float32), num_rows=ROWS)
+    np.testing.assert_array_equal(coalesce(rows).values[:2, 0], [2, 1])
+    assert cast(Any, embedding).lookup(VALUES, np.int32(3)).shape == (WIDTH,)
 
 
 def test_choice_of_method() -> None:
@@ -98,6 +111,7 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
     ("options", "error", "message"),
     [
         ({"rows": (IDS, VALUES)}, TypeError, "rows must be SparseRows, got tuple"),
+        ({"rows": VALUES}, TypeError, "rows must be SparseRows, got float32[6,3]"),
         ({"rows": SparseRows(IDS[None], VALUES, jnp.int32(1), ROWS)}, ValueError, "indices must have shape [N]"),
         ({"rows": SparseRows(IDS, VALUES[0], jnp.int32(1), ROWS)}, ValueError, "values must have shape [N, D]"),
         ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), ROWS)}, ValueError, "values must have as many rows as"),
@@ -133,7 +147,9 @@ def test_where_it_may_be_called(implementation: Implementation, group: Group) ->
 
 
 def test_coalesce_of_bad_arguments() -> None:
-    rows = SparseRows(IDS, VALUES, jnp.int32(1), ROWS)
+    rows, wrong = SparseRows(IDS, VALUES, jnp.int32(1), ROWS), cast(Any, (IDS, VALUES))
+    with pytest.raises(TypeError, match=r"^coalesce: rows must be SparseRows, got tuple"):
+        coalesce(wrong)
     with pytest.raises(ValueError, match=r"^coalesce: capacity must be at least 1, got 0"):
         coalesce(rows, capacity=0)
     with pytest.raises(ValueError, match=r"^coalesce: capacity must be below 2\*\*31, got 2147483648"):
