@@ -34,7 +34,7 @@ WORKERS = 4  # conftest.py: few processes share a GPU
 
 # First what runs on GPUs alone, then the kernels, then all else that time is left for.
 FIRST = ("cuda", "ragged_dot", "pallas_kernels", "gated_product")
-FIRST += ("dispatch", "landed_rows", "combine", "shared_tokens", "matrix")
+FIRST += ("dispatch", "combine", "shared_tokens", "matrix")
 ON_HOSTS = ("benchmarks", "guide", "house", "package")  # no kernel of a GPU runs in these
 
 

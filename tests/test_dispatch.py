@@ -1,4 +1,4 @@
-"""dispatch, with the combine of what it delivered, against the oracle: large operands, float8, sizes of groups."""
+"""dispatch and combine against the oracle: large operands, float8, rows that are not expanded."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 from helpers import LATE_TOKENS
 
-from jax_ep import CapacityError, Group, Implementation, combine, dispatch
+from jax_ep import CapacityError, Group, Implementation, combine, dispatch, lax
 
 SIZE, EXPERTS = 4, 16
 
@@ -135,3 +135,36 @@ def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: np.ran
     assert np.all(np.isnan(dispatched.rows.scales))
     with pytest.raises(CapacityError):
         group.check()
+
+
+@pytest.mark.parametrize("wire", [None, "float8", "float8_rows"])
+@pytest.mark.parametrize(("options", "slots"), [({}, True), ({"capacity": 40, "on_overflow": "drop"}, False)], ids=str)
+def test_a_slot_for_each_token(
+    options: dict[str, Any], slots: bool, wire: Any, group: Group, rng: np.random.Generator
+) -> None:
+    """Unless there are more slots than rows: then rows are expanded, and each is itself."""
+
+    def body(*operands: jax.Array) -> Any:
+        return dispatch(*operands, group=group, num_experts=EXPERTS, expand=False, wire=wire, **options)
+
+    case = helpers.draw_case(rng, SIZE, 16, 4, EXPERTS, 128)
+    out = helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    rows = SIZE * 16 if slots else 40
+    assert all(x.shape[1] == rows for x in jax.tree.leaves(out.rows))
+    if not slots:
+        used = np.arange(40) < out.group_sizes.sum(axis=1, keepdims=True)
+        np.testing.assert_array_equal(out.indices, np.where(used, np.arange(40), -1))
+
+
+def test_failure_makes_products_nan(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+    """Also where rows are gathered by `indices`."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        options: Any = {"capacity": 20, "expand": False, "implementation": implementation}
+        rows, _, routing = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+        return lax.ragged_dot(rows, jnp.ones((1, 128, 8)), jnp.array([20]), lhs_indices=routing.indices)
+
+    tokens, ids, weights = helpers.draw_case(rng, SIZE, 8, 4, EXPERTS, 128)
+    with helpers.expect_failure(group, CapacityError, "capacity is 20", implementation):
+        out = helpers.fetch(helpers.per_rank(body, group.mesh)(tokens, np.zeros_like(ids), weights))
+        assert np.isnan(out).all()
