@@ -55,13 +55,14 @@ def round_trip(
     group: Group,
     *,
     tokens: int = 37,
+    hidden: int = 128,
     dtype: Any = np.float32,
     fp8: bool = False,
     alignment: int = 1,
     **options: Any,
 ) -> Op:
     size, experts = group.size, EXPERTS_EACH * group.size
-    case = draw_case(rng, size, tokens, 128, dtype)
+    case = draw_case(rng, size, tokens, hidden, dtype)
     given = {"num_experts": experts, "capacity": options.pop("capacity", size * tokens * 2), "alignment": alignment}
     out = oracle.dispatch(*case, **given, fp8=fp8)
     options |= given | {"wire": "float8" if fp8 else None}
@@ -74,11 +75,11 @@ def round_trip(
     )
 
 
-def float8_rows(rng: np.random.Generator, group: Group) -> Op:
+def float8_rows(rng: np.random.Generator, group: Group, *, tokens: int = 24, dtype: Any = np.float32) -> Op:
     """Rows that stay in float8, and combine of what they stand for."""
     size, experts = group.size, EXPERTS_EACH * group.size
-    case = draw_case(rng, size, 24, 256)
-    capacity = size * 24 * 2
+    case = draw_case(rng, size, tokens, 256, dtype)
+    capacity = size * tokens * 2
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=True)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
@@ -87,22 +88,21 @@ def float8_rows(rng: np.random.Generator, group: Group) -> Op:
             tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, implementation="ffi", **options
         )
         values, scales = out.rows.values, out.rows.scales
-        rows = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
+        wide = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
+        rows = wide.astype(tokens.dtype)
         return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
 
     wanted = [*equal(expected.rows), combined(expected.rows, expected, case, 4)]
     return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
 
 
-def products(rng: np.random.Generator, group: Group, *, tokens: int = 20) -> Op:
+def products(rng: np.random.Generator, group: Group, *, tokens: int = 20, hidden: int = 16, width: int = 24) -> Op:
     """A dispatch, two grouped products, and combine; and a layer of the same experts."""
     size, experts = group.size, EXPERTS_EACH * group.size
-    case = draw_case(rng, size, tokens, 16)._replace(
-        tokens=rng.integers(-2, 3, (size, tokens, 16)).astype(helpers.DTYPES[0])
-    )
-    first, last = (
-        rng.integers(-2, 3, (size, EXPERTS_EACH, *shape)).astype(case.tokens.dtype) for shape in ((16, 24), (24, 16))
-    )
+    rows = rng.integers(-2, 3, (size, tokens, hidden)).astype(helpers.DTYPES[0])
+    case = draw_case(rng, size, tokens, hidden)._replace(tokens=rows)
+    shapes = ((size, EXPERTS_EACH, hidden, width), (size, EXPERTS_EACH, width, hidden))
+    first, last = (rng.integers(-2, 3, shape).astype(rows.dtype) for shape in shapes)
     capacity = size * tokens * 2
     where: Any = {"group": group, "implementation": "ffi"}
 
@@ -149,18 +149,27 @@ def scan(rng: np.random.Generator, group: Group) -> Op:
     return Op(helpers.per_rank(body, group.mesh), [*case], [Value(exact, np.abs(exact), 60)])
 
 
-def sparse(rng: np.random.Generator, group: Group, **options: Any) -> Op:
-    ids = sparse_cases.zipf(rng, group.size, 50, ROWS)
-    values = sparse_cases.draw_values(rng, ids, 40)
-    options = {"capacity": ROWS} | options
-    wanted = sparse_cases.expected(ids, values, num_rows=ROWS, **options)
+def sparse(
+    rng: np.random.Generator,
+    group: Group,
+    *,
+    num_rows: int = ROWS,
+    entries: int = 50,
+    width: int = 40,
+    method: Any = "bitmap",
+    **options: Any,
+) -> Op:
+    ids = sparse_cases.zipf(rng, group.size, entries, num_rows)
+    values = sparse_cases.draw_values(rng, ids, width)
+    options = {"capacity": num_rows} | options
+    wanted = sparse_cases.expected(ids, values, num_rows=num_rows, **options)
     leaves = [*equal(wanted.indices), Value(wanted.exact, wanted.magnitude, 4), *equal(wanted.used)]
-    program = sparse_cases.program(group, ROWS, method="bitmap", implementation="ffi", **options)
+    program = sparse_cases.program(group, num_rows, method=method, implementation="ffi", **options)
     return Op(program, [ids, values], leaves)
 
 
-def product(rng: np.random.Generator, group: Group, op: str) -> Op:
-    operands = matmul_cases.draw(rng, group.size, (16 * group.size, 32, 40), helpers.DTYPES[0])
+def product(rng: np.random.Generator, group: Group, op: str, shape: tuple[int, int, int] | None = None) -> Op:
+    operands = matmul_cases.draw(rng, group.size, shape or (16 * group.size, 32, 40), helpers.DTYPES[0])
     exact, magnitude = matmul_cases.exact(op, *operands), matmul_cases.exact(op, *(np.abs(x) for x in operands))
     return Op(
         matmul_cases.program(op, group, implementation="ffi"), [*operands], [Value(exact, magnitude, 1 + group.size)]
