@@ -33,8 +33,8 @@ import numpy as np
 import jax_ep
 
 from . import formulations as forms
-from .in_jit_loop import AXIS, HEAT_SECONDS, Loop, Program, compile_loops, on_ranks, take_turns
-from .moe import FP8_ROWS, NOT_EXPANDED, our_loops, relative_error
+from .in_jit_loop import AXIS, HEAT_SECONDS, Loop, Program, compile_loops, on_ranks, relative_error, take_turns
+from .moe import FP8_ROWS, NOT_EXPANDED, our_loops
 from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
 from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment

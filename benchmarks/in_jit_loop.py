@@ -34,6 +34,19 @@ def draw(mesh: Mesh, seed: int, *sides: int, dtype: Any, scale: float = 1.0) -> 
     return jax.jit(lambda: jax.random.normal(jax.random.key(seed), sides, dtype) * scale, out_shardings=place)()
 
 
+def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The largest difference, as a part of the largest value."""
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+
+
+def check_alike(what: str, found: jax.Array, wanted: jax.Array, most: float) -> None:
+    """Raises unless the relative error is at most `most`."""
+    error = float(jax.jit(relative_error)(found, wanted))
+    if not error <= most:
+        raise AssertionError(f"{what}: results differ by {error} of the largest value, {most} is allowed")
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """`calls` of `op(*operands, own)` per execution, `unroll` of them in the body of the loop.

@@ -13,7 +13,7 @@ import jax_ep
 
 from . import formulations as forms, token_sweep
 from .formulations import Formulation
-from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, take_turns
+from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, relative_error, take_turns
 from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
 from .provenance import command_line, heading, open_group, row, select
 
@@ -122,12 +122,6 @@ def rows_differ(a: Any, b: Any) -> jax.Array:
     shared = min(len(rows_a), len(rows_b))
     used = jnp.arange(shared) < sizes_a.sum()
     return jnp.any(sizes_a != sizes_b) | jnp.any(used[:, None] & (rows_a[:shared] != rows_b[:shared]))
-
-
-def relative_error(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The largest difference, as a part of the largest value."""
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
 
 
 def main(arguments: list[str]) -> int:

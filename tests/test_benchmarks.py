@@ -62,21 +62,15 @@ def test_decoding_is_part_of_the_sweep(
     assert [*rows[0]][1:] == ["dispatch, combine, us", "layer, us", "layer, shared tokens, us"]
 
 
-def test_layer_counts_operations_and_bytes(group: Group) -> None:
+def test_layer_counts_products_and_bytes(group: Group) -> None:
     layer, cases = benchmark("layer"), benchmark("moe_cases")
     shape = cases.Shape(tokens=32, hidden=64, top_k=2, experts=8, dtype="bfloat16")
     result = layer.measure(cases.Model("any", shape, 48), "Zipf", group, quick=True)
-    busiest = np.bincount(cases.make_ids(cases.Case(shape, "Zipf"), 2).ravel() // 4).max()
     matrices = 2 * 3 * 4 * 64 * 48  # bytes of the gradients of a rank's four experts
-    assert result.flops == 2 * 3 * busiest * 64 * 48
-    assert result.held[layer.OURS, layer.FORWARD] > 2 * 64 * busiest  # its rows
-    assert result.held[layer.OURS, layer.STEP] > result.held[layer.OURS, layer.FORWARD]
-    assert result.held[layer.OURS, layer.STEP] > matrices
-
-    alone = 1e-6 * result.flops / 400  # us at 400 TFLOP/s
-    result.times.update({(layer.PRODUCTS, layer.FORWARD): alone, (layer.OURS, layer.STEP): 4 * 3 * alone})
-    assert layer.half(result, layer.OURS, layer.STEP)[1:] == ["4.000", "100"]
-    assert layer.half(result, layer.PRODUCTS, layer.STEP)[1:] == ["1.000", "400"]
+    assert result.held[layer.OURS] > matrices
+    result.times.update({(layer.PRODUCTS, layer.FORWARD): 2.0, (layer.OURS, layer.STEP): 24.0})
+    assert layer.half(result, layer.OURS, layer.STEP) == ["24.0", "4.000"]
+    assert layer.half(result, layer.PRODUCTS, layer.STEP) == ["6.0", "1.000"]
 
 
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
