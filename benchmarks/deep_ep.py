@@ -34,7 +34,7 @@ import jax_ep
 
 from . import formulations as forms
 from .in_jit_loop import AXIS, HEAT_SECONDS, Loop, Program, compile_loops, on_ranks, relative_error, take_turns
-from .moe import FP8_ROWS, NOT_EXPANDED, our_loops
+from .moe import FLOAT8_ROWS, NOT_EXPANDED, our_loops
 from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
 from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment
@@ -44,12 +44,12 @@ ONE_ROW = "combine, one row a rank"
 NORMAL = {  # by our op, DeepEP's
     "dispatch": "dispatch",
     f"dispatch, {NOT_EXPANDED}": "dispatch",
-    FP8_ROWS: "dispatch, fp8",
-    f"{FP8_ROWS}, {NOT_EXPANDED}": "dispatch, fp8",
+    FLOAT8_ROWS: "dispatch, float8",
+    f"{FLOAT8_ROWS}, {NOT_EXPANDED}": "dispatch, float8",
     "combine": "combine",
     ONE_ROW: "combine",
 }
-LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FP8_ROWS, "combine")}
+LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FLOAT8_ROWS, "combine")}
 FEW_TOKENS, FEW_SMS = 128, 24
 PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
 COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"

@@ -17,9 +17,9 @@ from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, relative_error, ta
 from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
 from .provenance import command_line, heading, open_group, row, select
 
-FP8_BLOCK = 128  # values that share a float32 scale
-FP8 = "dispatch, fp8"  # on the wire only
-FP8_ROWS = "dispatch, fp8 rows"  # left as they came
+BLOCK = 128  # values that share a float32 scale
+FLOAT8 = "dispatch, float8"  # on the wire only
+FLOAT8_ROWS = "dispatch, float8 rows"  # left as they came
 NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
 SMALL = 512  # tokens up to which a call is so short that its loop needs many
 
@@ -57,8 +57,8 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> Iterator[str]:
 
 
 def row_bytes(op: str, shape: Shape) -> int:
-    if op.startswith(FP8):
-        return shape.hidden + 4 * shape.hidden // FP8_BLOCK
+    if op.startswith(FLOAT8):
+        return shape.hidden + 4 * shape.hidden // BLOCK
     return shape.hidden * jnp.dtype(shape.dtype).itemsize
 
 
@@ -72,7 +72,7 @@ def padded_for(case: Case, needed: Load, group: jax_ep.Group) -> Formulation:
 def our_loops(
     shape: Shape, room: int, group: jax_ep.Group, inputs: Inputs, state: jax_ep.Dispatched
 ) -> dict[str, Loop]:
-    """By op: dispatch, in fp8 too where the rows divide into its blocks, and combine."""
+    """By op: dispatch, in float8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
     calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
 
@@ -89,10 +89,10 @@ def our_loops(
         return jax_ep.combine(rows, routing, group=group)
 
     loops = {"dispatch": dispatch(), f"dispatch, {NOT_EXPANDED}": dispatch(expand=False)}
-    if shape.hidden % FP8_BLOCK == 0:
-        loops[FP8] = dispatch(wire="float8")
-        loops[FP8_ROWS] = dispatch(wire="float8_rows")
-        loops[f"{FP8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
+    if shape.hidden % BLOCK == 0:
+        loops[FLOAT8] = dispatch(wire="float8")
+        loops[FLOAT8_ROWS] = dispatch(wire="float8_rows")
+        loops[f"{FLOAT8_ROWS}, {NOT_EXPANDED}"] = dispatch(wire="float8_rows", expand=False)
     loops["combine"] = Loop(combine, (state.rows, state.routing), state.routing.weights, calls, unroll)
     return loops
 

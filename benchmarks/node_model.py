@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .moe_cases import Shape
 from .provenance import heading, row
 
-FP8_BLOCK = 128  # values that share a float32 scale
+BLOCK = 128  # values that share a float32 scale
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
 SLACK = 1.25  # of a node capacity, as in `NodeOptions.plan`
 NODES = (2, 4, 8, 16, 32, 64)
@@ -51,7 +51,7 @@ class Exchange:
     def sent_row(self) -> int:
         """Bytes of a token on the wire of a dispatch."""
         hidden = self.shape.hidden
-        scales = -(-hidden // FP8_BLOCK // 4) * 4  # a multiple of 16 bytes
+        scales = -(-hidden // BLOCK // 4) * 4  # a multiple of 16 bytes
         return hidden + scales * WEIGHT if self.float8 else self.row
 
     def share(self, parts: int) -> float:

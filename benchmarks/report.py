@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("results")
 PAGE = ROOT / "docs" / "performance.md"
 GPUS, FILE = "GPUs", "file"
+OLD_NAME = ("fp8", "float8")  # files and pages may have the first, new results have the second
 
 # What a result depends on, by the name of its benchmark; the first that begins so counts.
 _LAUNCHES = [":(glob)ffi/kernels/*", "ffi/runtime/gpu", "jax_ep/_kit"]
@@ -44,17 +45,18 @@ class Result:
     def __init__(self, path: Path):
         self.path = path
         self.date, self.name = path.stem[:10], path.stem[11:]  # 2026-11-25, h200x2-layer
-        text = path.read_text()
+        text = path.read_text().replace(*OLD_NAME)
         self.content: dict[str, Any] = json.loads(text) if path.suffix == ".json" else parse(text)
 
     def figures(self, names: dict[str, str], headings: Sequence[str], title: str = "") -> list[str] | None:
         """Of the last row with these names by column, in a table with these headings, with this title if one is."""
         found: list[tuple[bool, list[str]]] = []
+        wanted = [name.replace(*OLD_NAME) for name in names.values()]
         for table in self.content["tables"]:
             columns = table["columns"]
             if columns[: len(names)] == list(names) and set(headings) <= set(columns):
                 at = [columns.index(heading) for heading in headings]
-                rows = [row for row in table["rows"] if row[: len(names)] == list(names.values())]
+                rows = [row for row in table["rows"] if row[: len(names)] == wanted]
                 found += [(table["title"] == title, [row[i] for i in at]) for row in rows]
         return sorted(found, key=lambda each: each[0])[-1][1] if found else None
 

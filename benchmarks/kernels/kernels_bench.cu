@@ -70,8 +70,8 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
     }
   };
   if (s.hidden % 128 == 0) {
-    time("dispatch fp8", dispatches, [](const Rank& r) { return r.dispatch_float8; });
-    time("fp8 rows", dispatches, [](const Rank& r) { return r.float8_rows; });
+    time("dispatch float8", dispatches, [](const Rank& r) { return r.dispatch_float8; });
+    time("float8 rows", dispatches, [](const Rank& r) { return r.float8_rows; });
   }
   time("dispatch", dispatches, [](const Rank& r) { return r.dispatch; });
   time("scatter", dispatches, [](const Rank& r) { return r.scatter; });

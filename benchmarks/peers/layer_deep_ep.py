@@ -66,12 +66,16 @@ class Layer:
             if by_expert != given["by_expert"].tolist() or len(rows) != given["tokens"].item():
                 raise AssertionError(f"{len(rows)} tokens arrived, of experts {by_expert}")
             check("combine", buffer.combine(rows, handle, config=some)[0], tokens, given["visits"], EXACT)
-            check("combine, fp8", buffer.combine(in_float8, handle, config=some)[0], tokens, given["visits"], IN_FLOAT8)
+            check(
+                "combine, float8", buffer.combine(in_float8, handle, config=some)[0], tokens, given["visits"], IN_FLOAT8
+            )
             ops: dict[str, Callable[[Any], Any]] = {
                 "dispatch": lambda config: dispatch(tokens, config),
-                "dispatch, fp8": lambda config: dispatch(quantized, config),
+                "dispatch, float8": lambda config: dispatch(quantized, config),
                 f"{HANDLE}dispatch": lambda config, h=handle: buffer.dispatch(tokens, handle=h, config=config),
-                f"{HANDLE}dispatch, fp8": lambda config, h=handle: buffer.dispatch(quantized, handle=h, config=config),
+                f"{HANDLE}dispatch, float8": lambda config, h=handle: buffer.dispatch(
+                    quantized, handle=h, config=config
+                ),
                 "combine": lambda config, r=rows, h=handle: buffer.combine(r, h, config=config),
             }
             for name, op in ops.items():
@@ -104,10 +108,10 @@ class Layer:
             rows = dequantize(*rows) if use_fp8 else rows
             if by_expert.tolist() != given["by_expert"].tolist():
                 raise AssertionError(f"{by_expert.tolist()} rows arrived for the experts")
-            check(f"low latency, fp8 {use_fp8}", combine(rows, handle)[0], tokens, weights.sum(1), tolerance)
+            check(f"low latency, float8 {use_fp8}", combine(rows, handle)[0], tokens, weights.sum(1), tolerance)
         return {}, {
             "dispatch, all": lambda: dispatch(False),
-            "dispatch, fp8, all": lambda: dispatch(True),
+            "dispatch, float8, all": lambda: dispatch(True),
             "combine, all": lambda: combine(rows, handle),
         }
 
