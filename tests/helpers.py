@@ -305,8 +305,10 @@ def assert_same_bits_again(program: Callable[..., Any], operands: Any, times: in
     return first
 
 
-def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: str = "xla") -> None:
-    """Rows [..., H] that went through float8, and the oracle's.
+def assert_rounded_to_float8(
+    found: Any, expected: np.ndarray, implementation: str = "xla", block: tuple[int, ...] = (oracle.FP8_BLOCK,)
+) -> None:
+    """What went through float8 in blocks of its last axes, of rows [..., H] in those of 128; and the oracle's.
 
     Kernels and CPUs give the very values. XLA divides on GPUs to within 2 units in the last place, so a value that is
     nearly between two of float8 may become the other one.
@@ -317,8 +319,7 @@ def assert_rounded_to_float8(found: Any, expected: np.ndarray, implementation: s
     actual, wanted = wide(found), wide(expected)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(wanted))
     actual, wanted = np.nan_to_num(actual, nan=0), np.nan_to_num(wanted, nan=0)
-    blocks = np.abs(wanted).reshape(*wanted.shape[:-1], -1, oracle.FP8_BLOCK).max(axis=-1)
-    smallest = np.repeat(blocks / 448, oracle.FP8_BLOCK, axis=-1) * 2.0**-9
+    smallest = oracle.through_fp8(wanted, *block)[1] * 2.0**-9  # of the scale
     assert (np.abs(actual - wanted) <= 1.02 * np.maximum(np.abs(wanted) / 8, smallest)).all()
 
 

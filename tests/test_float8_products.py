@@ -22,13 +22,8 @@ BFLOAT16 = helpers.DTYPES[0]
 
 def assert_rounded(found: np.ndarray, weights: np.ndarray) -> None:
     """Checks what float8 kept of matrices [G, K, N]: on CPUs to the bit, on GPUs to one value of float8."""
-    expected, allowed = oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0], np.zeros(weights.shape)
-    if jax.default_backend() != "cpu":
-        groups, k, n = weights.shape
-        blocks = weights.astype(np.float32).reshape(groups, k // BLOCK, BLOCK, n // BLOCK, BLOCK)
-        largest = np.broadcast_to(np.abs(blocks).max(axis=(2, 4), keepdims=True), blocks.shape).reshape(weights.shape)
-        allowed = 1.02 * np.maximum(np.abs(expected) / 8, largest / 448 * 2.0**-9)
-    assert (np.abs(found - expected) <= allowed).all()
+    expected = oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0]
+    helpers.assert_rounded_to_float8(found, expected, block=(BLOCK, BLOCK))
 
 
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
