@@ -130,25 +130,6 @@ def test_its_derivative(rng: np.random.Generator) -> None:
         assert np.abs(helpers.wide(mine)).sum() > 0
 
 
-@on_hopper
-def test_one_kernel_with_a_gradient_too(group: Group) -> None:
-    tokens, ids = jnp.ones((1, 8, 16), jnp.bfloat16), jnp.zeros((1, 8, 1), jnp.int32)
-    gate = up = jnp.ones((1, 1, 16, 16), jnp.bfloat16)
-
-    def forward(*operands: Any) -> Any:
-        tokens, ids, gate, up = operands
-        return helpers.moe_sums(tokens, ids, None, gate, up, gate, group=group)
-
-    def gradient(*operands: Any) -> Any:
-        tokens, ids, *matrices = operands
-        return jax.grad(lambda t, g, u: forward(t, ids, g, u).astype(jnp.float32).sum())(tokens, *matrices)
-
-    for program, others in ((forward, 1), (gradient, 2)):  # by down, and by down transposed
-        text = helpers.per_rank(program, group.mesh).lower(tokens, ids, gate, up).as_text()
-        assert 'epilogue = "gated"' in text
-        assert text.count('epilogue = "store", grouping = "rows"') <= others
-
-
 @pytest.mark.parametrize(
     ("shape", "splits"), [((64, 768, 2048, 8), True), ((64, 768, 512, 8), False), ((65536, 768, 2048, 8), False)]
 )
@@ -201,14 +182,19 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
 
 
 @on_hopper
-def test_once_in_a_gradient(group: Group) -> None:
+@pytest.mark.parametrize("gradient", [False, True])
+def test_kernels_of_a_layer(gradient: bool, group: Group) -> None:
+    """The unit is one kernel, forward and with a gradient, too; so is the sum of the gradients in the rows."""
     tokens, ids = jnp.ones((1, 4096, 64), jnp.bfloat16), jnp.zeros((1, 4096, 1), jnp.int32)
     gate = up = jnp.ones((1, 1, 64, 64), jnp.bfloat16)
 
     def loss(tokens: Any, ids: Any, gate: Any, up: Any) -> Any:
         return helpers.moe_sums(tokens, ids, None, gate, up, gate, group=group).astype(jnp.float32).sum()
 
-    gradient = helpers.per_rank(jax.grad(loss, argnums=(0, 2, 3)), group.mesh)
-    text = gradient.lower(tokens, ids, gate, up).compile().as_text() or ""
-    assert text.count('epilogue = "summed"') == 1
-    assert text.count('epilogue = "gated"') == 1  # forward
+    body = jax.grad(loss, argnums=(0, 2, 3)) if gradient else loss
+    lowered = helpers.per_rank(body, group.mesh).lower(tokens, ids, gate, up)
+    text = lowered.compile().as_text() or ""
+    assert text.count('epilogue = "gated"') == 1
+    assert text.count('epilogue = "summed"') == gradient
+    # By down, and by down transposed.
+    assert lowered.as_text().count('epilogue = "store", grouping = "rows"') <= 1 + gradient
