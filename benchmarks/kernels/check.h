@@ -17,6 +17,15 @@ inline void end_at_error(cudaError_t error, const char* what) {
 }
 #define CHECK(call) end_at_error((call), #call)
 
+// Calls run(device) for devices 0, 1, ..., each of which is the current one meanwhile.
+template <class Run>
+void on_each(int devices, Run run) {
+  for (int device = 0; device < devices; ++device) {
+    CHECK(cudaSetDevice(device));
+    run(device);
+  }
+}
+
 // Filled with 0xff, which is NaN in every float.
 template <class T>
 T* device_array(size_t count) {

@@ -23,7 +23,7 @@ class HeldSms {
   HeldSms(int devices, Free free, uint64_t ns) : streams_(devices) {
     constexpr int kSharedBytes = 227 * 1024;  // of a whole SM
     void (*const hold)(uint64_t) = free == Free::one ? delay : hold_sms;
-    on_each([&](int device) {
+    on_each(devices, [&](int device) {
       int sms = 0;
       CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
       CHECK(cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
@@ -33,7 +33,7 @@ class HeldSms {
     });
   }
   ~HeldSms() {
-    on_each([&](int device) {
+    on_each(streams_.size(), [&](int device) {
       CHECK(cudaStreamSynchronize(streams_[device]));
       CHECK(cudaStreamDestroy(streams_[device]));
     });
@@ -41,18 +41,10 @@ class HeldSms {
 
   bool all_held() {
     bool held = true;
-    on_each([&](int device) { held &= cudaStreamQuery(streams_[device]) == cudaErrorNotReady; });
+    on_each(streams_.size(), [&](int device) { held &= cudaStreamQuery(streams_[device]) == cudaErrorNotReady; });
     return held;
   }
 
  private:
-  template <class Run>
-  void on_each(Run run) {
-    for (int device = 0; device < static_cast<int>(streams_.size()); ++device) {
-      CHECK(cudaSetDevice(device));
-      run(device);
-    }
-  }
-
   std::vector<cudaStream_t> streams_;
 };

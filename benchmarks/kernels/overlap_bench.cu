@@ -95,21 +95,18 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
   int64_t wrong = 0, changed = 0;
   std::vector<std::vector<float>> first(count);
   for (int run = 0; run < 4; ++run) {
-    for (int r = 0; r < count; ++r) {
-      CHECK(cudaSetDevice(r));
+    on_each(count, [&](int r) {
       CHECK(cudaMemset(ranks[r].result, 0xff, int64_t{c.shape.m} * c.shape.n * 4));
       CHECK(cudaMemset(ranks[r].partial, 0xff, int64_t{c.shape.m} * c.shape.n * 4));
       CHECK(cudaMemset(ranks[r].gathered, 0xff, int64_t{c.shape.m} * c.shape.k * 2));
       CHECK(cudaDeviceSynchronize());
-    }
-    for (int r = 0; r < count; ++r) {
-      CHECK(cudaSetDevice(r));
+    });
+    on_each(count, [&](int r) {
       if (run > 0) delay<<<1, 1, 0, ranks[r].stream>>>((r * 7 + run * 3) % 5 * 100'000);
       launch(c, group, ranks, r, config);
-    }
+    });
     synchronize(ranks);
-    for (int r = 0; r < count; ++r) {
-      CHECK(cudaSetDevice(r));
+    on_each(count, [&](int r) {
       const std::vector<float> actual = download_as(c.dtype, ranks[r].result, exact[r].sum.size());
       for (size_t i = 0; i < actual.size(); ++i) {
         const double unit = c.dtype == DType::float32 ? 1e-5 : 1.0 / 256;
@@ -120,7 +117,7 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
         if (run > 0 && std::memcmp(&actual[i], &first[r][i], 4)) ++changed;
       }
       if (run == 0) first[r] = actual;
-    }
+    });
   }
   const auto lost = const_cast<Group&>(group).take_error();
   const bool bad = wrong || changed || lost;
@@ -184,10 +181,9 @@ enum class Configs { planned, bands, ctas, all };
 void time_case(const Case& c, const Group& group, Configs configs) {
   const int count = group.size();
   std::vector<Rank> ranks = make_ranks(c, count);
-  for (int r = 0; r < count; ++r) {  // the product alone reads what is gathered
-    CHECK(cudaSetDevice(r));
+  on_each(count, [&](int r) {  // the product alone reads what is gathered
     CHECK(cudaMemcpy(ranks[r].gathered, ranks[r].a, int64_t{c.shape.m} * c.shape.k * 2, cudaMemcpyDeviceToDevice));
-  }
+  });
   const double product = time_product(c, ranks);
   Case thin = c;  // hardly a product: a gather still moves its whole rows, so it has few columns instead
   (c.gathers() ? thin.shape.n : thin.shape.k) = 64;
@@ -231,12 +227,11 @@ std::vector<std::vector<float>> run_once(const Case& c, const Group& group, std:
                                          const OverlapConfig& config, uint64_t late_ns) {
   const int64_t values = int64_t{c.rows_of_result(ranks.size())} * c.shape.n;
   std::vector<std::vector<float>> found;
-  for (size_t r = 0; r < ranks.size(); ++r) {
-    CHECK(cudaSetDevice(r));
+  on_each(ranks.size(), [&](int r) {
     CHECK(cudaMemsetAsync(ranks[r].result, 0xff, values * 4, ranks[r].stream));
     delay<<<1, 1, 0, ranks[r].stream>>>(late_ns);
     launch(c, group, ranks, r, config);
-  }
+  });
   synchronize(ranks);
   for (size_t r = 0; r < ranks.size(); ++r) found.push_back(download_as(c.dtype, ranks[r].result, values));
   return found;
@@ -267,14 +262,13 @@ int main(int count, char** arguments) {
   std::vector<int> devices(ranks);
   std::iota(devices.begin(), devices.end(), 0);
   Group group({devices}, 5.0, /*poison=*/false);
-  for (int i = 0; i < ranks; ++i) {
-    CHECK(cudaSetDevice(i));
+  on_each(ranks, [](int) {
     CHECK(OverlapKernel<MatmulReduceArgs>::load());
     CHECK(OverlapKernel<GatherMatmulArgs>::load());
     CHECK(gemm::load());
     delay<<<1, 1>>>(1);
     CHECK(cudaDeviceSynchronize());
-  }
+  });
   const Shape seed{5416, 6144, 1408};
   const OpKind all[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
   if (what == "check") {

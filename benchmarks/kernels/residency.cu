@@ -54,14 +54,6 @@ struct Case {
   std::vector<std::vector<Array>> results;
 };
 
-// Calls run(rank) with the device of each rank as the current one.
-template <class Run>
-void on_each(int ranks, Run run) {
-  for (int rank = 0; rank < ranks; ++rank) {
-    CHECK(cudaSetDevice(rank));
-    run(rank);
-  }
-}
 void synchronize(int ranks) {
   on_each(ranks, [](int) { CHECK(cudaDeviceSynchronize()); });
 }
