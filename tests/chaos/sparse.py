@@ -126,16 +126,11 @@ class AllReduceGradient(Entries):
         wanted = self.wanted(ids, values, np.full_like(counts, self.entries), op=self.op, sharded=self.sharded)
         above = rng.standard_normal((self.group.size, self.num_rows, self.width)).astype(np.float32)
         actual = helpers.fetch(self.run(ids, values, above))
-        exact, magnitude = np.zeros(values.shape), np.zeros(values.shape)
-        times = np.bincount(ids[(ids >= 0) & (ids < self.num_rows)], minlength=self.num_rows)
-        holders: dict[int, list[int]] = {}
-        for rank in range(self.group.size):
-            for index in wanted.indices[rank, : wanted.used[rank]].tolist():
-                holders.setdefault(index, []).append(rank)
-        for (rank, entry), index in np.ndenumerate(ids):
-            for holder in holders.get(int(index), []):
-                divisor = {"sum": 1, "mean": self.group.size, "mean_by_count": times[index]}[self.op]
-                exact[rank, entry] += above[holder, index].astype(np.float64) / divisor
-                magnitude[rank, entry] += np.abs(above[holder, index]) / divisor
+        cotangents, sizes = np.zeros((2, self.num_rows, self.width))  # of each row, from the ranks that hold it
+        for rank, used in enumerate(wanted.used):
+            held = wanted.indices[rank, :used]
+            cotangents[held] += above[rank, held]
+            sizes[held] += np.abs(above[rank, held])
+        exact, magnitude = (sparse_cases.gradient(ids, each, self.op) for each in (cotangents, sizes))
         assert_near(actual, exact, magnitude, 2, "gradient")
         return False
