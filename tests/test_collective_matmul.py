@@ -13,7 +13,7 @@ import pytest
 from chaos.compare import assert_near
 from conftest import OpenGroup
 from jax.sharding import AbstractMesh, PartitionSpec as P
-from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, served
+from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, pulled, served
 
 import jax_ep
 from jax_ep import Group, Implementation
@@ -170,15 +170,8 @@ def test_gradients(
     a, b = draw(rng, group.size, (32, 24, 40), dtype)
     above = rng.standard_normal(exact(op, a, b).shape).astype(result_dtype)
 
-    def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
-        def varying(a: jax.Array, b: jax.Array) -> jax.Array:
-            return helpers.vary(
-                OPS[op](a, b, group=group, preferred_element_type=result_dtype, implementation=implementation)
-            )
-
-        return jax.vjp(varying, a, b)[1](above)
-
-    actual = helpers.fetch(helpers.per_rank(pulled, group.mesh)(a, b, above))
+    gradients = pulled(op, group, preferred_element_type=result_dtype, implementation=implementation)
+    actual = helpers.fetch(helpers.per_rank(gradients, group.mesh)(a, b, above))
     wanted = exact_gradients(op, a, b, above)
     magnitudes = exact_gradients(op, *(np.abs(x) for x in (a, b, above)))
     for mine, right, magnitude in zip(actual, wanted, magnitudes, strict=True):
@@ -199,13 +192,13 @@ def test_gradient_of_the_bias(
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
     above = rng.integers(-3, 4, exact(op, a, b).shape).astype(BFLOAT16)
 
-    def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> jax.Array:
+    def of_bias(a: jax.Array, b: jax.Array, above: jax.Array) -> jax.Array:
         def biased(bias: jax.Array) -> jax.Array:
             return helpers.vary(OPS[op](a, b, group=group, bias=bias, implementation=implementation))
 
         return jax.vjp(biased, helpers.vary(jnp.zeros(24, bias_dtype)))[1](above)[0]
 
-    actual = helpers.fetch(helpers.per_rank(pulled, group.mesh)(a, b, above))
+    actual = helpers.fetch(helpers.per_rank(of_bias, group.mesh)(a, b, above))
     assert actual.dtype == bias_dtype
     np.testing.assert_array_equal(helpers.wide(actual), above.astype(np.float32).sum(axis=1))
 

@@ -32,15 +32,12 @@ class Product(Program):
             name: getattr(self, name) for name in ("op", "dtype", "shape", "result_dtype", "bias", "gradient")
         }
         multiply = matmul_cases.OPS[self.op]
-        keywords = {"preferred_element_type": self.result_dtype, "implementation": implementation}
+        keywords: dict[str, Any] = {"preferred_element_type": self.result_dtype, "implementation": implementation}
 
         def forward(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
             return multiply(a, b, group=group, bias=bias if self.bias else None, **keywords)
 
-        def pulled(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
-            return jax.vjp(lambda a, b: helpers.vary(multiply(a, b, group=group, **keywords)), a, b)[1](above)
-
-        self.run = compiled(pulled if self.gradient else forward, group)
+        self.run = compiled(matmul_cases.pulled(self.op, group, **keywords) if self.gradient else forward, group)
 
     def check(self, rng: np.random.Generator) -> bool:
         size, (m, k, n) = self.group.size, self.shape
