@@ -101,8 +101,8 @@ def measure(case: Case, group: jax_ep.Group, repeats: int, pause: float) -> dict
     calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, case.flops)
     given, b, rows = draw_operands(case, group)
     ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("ffi", "xla"))
-    results = (on_ranks(op, group.mesh)(b, given) for op in (ours, xla))
-    check_alike(case.op, *results, 2 * group.size * float(jnp.finfo(rows.dtype).eps))  # of products and sums
+    mine, theirs = (on_ranks(op, group.mesh)(b, given) for op in (ours, xla))
+    check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(rows.dtype).eps))  # of products and sums
     ops: dict[str, tuple[Op, jax.Array]] = {OURS: (ours, given), XLA: (xla, given), PRODUCT: (by_core, rows)}
     loops = {name: Loop(op, (b,), operand, calls) for name, (op, operand) in ops.items()}
     return take_turns(compile_loops(loops, group.mesh), repeats, pause, hot=not pause)

@@ -31,7 +31,7 @@ class Case:
     contracted: int
     columns: int
     groups: int = 1
-    sizes: str = "equal"  # or "drawn" of a uniform routing, "Zipf", "half empty"
+    sizes: str = "equal"  # or "drawn" of a uniform routing, "Zipf"
     quick: bool = False
     outer: bool = False  # the gradient of rhs instead
 
@@ -52,7 +52,6 @@ CASES = [
     Case(32768, 7168, 4096, 64, quick=True),
     Case(32768, 7168, 4096, 64, "drawn", quick=True),
     Case(32768, 7168, 4096, 64, "Zipf", quick=True),
-    Case(32768, 7168, 4096, 64, "half empty"),
     Case(32768, 4096, 7168, 64),
     Case(32768, 7168, 2048, 128, "drawn"),
     Case(32768, 2048, 7168, 128, "drawn"),
@@ -75,7 +74,7 @@ FLOAT8_CASES = [
     Case(32768, 7168, 4096, 64, "Zipf"),
     Case(32768, 2048, 7168, 64, "drawn", quick=True),
 ]
-CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 256, 128, 8, quick=True), Case(256, 256, 128, 8, "half empty")]
+CPU_CASES = [Case(256, 128, 256, quick=True), Case(256, 256, 128, 8, quick=True), Case(256, 256, 128, 8, "Zipf")]
 
 
 def group_sizes(case: Case) -> np.ndarray:
@@ -86,8 +85,6 @@ def group_sizes(case: Case) -> np.ndarray:
     popularity = np.ones(case.groups)
     if case.sizes == "Zipf":
         popularity = 1 / rng.permutation(np.arange(1, case.groups + 1))
-    if case.sizes == "half empty":
-        popularity[rng.permutation(case.groups)[: case.groups // 2]] = 0
     ends = np.round(np.cumsum(popularity) / popularity.sum() * case.rows)
     return np.diff(ends, prepend=0).astype(np.int32)
 
@@ -128,7 +125,7 @@ def in_bfloat16(lhs: float8.Float8Rows, rhs: float8.Float8Weights, sizes: jax.Ar
 def check_products(mine: Any, others: Any, *operands: Any) -> None:
     """Raises unless both are equal up to the rounding of bfloat16, or of the sums of float8."""
     most = 2.0**-6 if isinstance(operands[0], float8.Float8Rows) else 2.0**-8
-    check_alike("products", *(jax.jit(product)(*operands) for product in (mine, others)), most)
+    check_alike("products", jax.jit(mine)(*operands), jax.jit(others)(*operands), most)
 
 
 def ways(case: Case, by: str) -> tuple[dict[str, tuple[Any, Any, Any]], jax.Array]:

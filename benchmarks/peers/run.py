@@ -20,7 +20,7 @@ import numpy as np
 
 from ..in_jit_loop import HEAT_SECONDS, teraflops
 from ..provenance import header, heading, row
-from .shapes import CHECKED, SHAPES, TINY, draw, expected
+from .shapes import SHAPES, TINY, draw, expected
 
 OURS = "jax_ep"
 PACKAGES = {
@@ -33,7 +33,6 @@ PASSES = {"forward": 1, "step": 3}  # products, in those of a forward pass
 TITLES = {quantity: f"{quantity}, us (TFLOP/s)" for quantity in PASSES} | {
     "kept": "kept by a training forward beside operands and output, MiB",
     "peak": "peak of a step beside operands, results included, MiB",
-    "error": f"error of the outputs and gradients of {CHECKED} tokens, over the largest value",
 }
 TOLERANCE = 3e-2  # of the largest value: several roundings to bfloat16
 PATIENCE = 300  # seconds, after which a child hangs
@@ -130,7 +129,7 @@ class Comparison:
 
 def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
     """Medians of each peer, and of ours over it in each round, which stand in brackets."""
-    others = [peer for peer in peers if peer != OURS and OURS in peers and quantity != "error"]
+    others = [peer for peer in peers if peer != OURS and OURS in peers]
     columns = ["shape", *peers, *(f"{OURS} / {peer}" for peer in others)]
     yield f"\n{TITLES[quantity]}\n\n{heading(' | '.join(columns))}"
     for name, quantities in results.items():
@@ -143,8 +142,7 @@ def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
 def cell(quantity: str, name: str, values: list[float]) -> str:
     value, model = statistics.median(values), SHAPES[name]
     flops = PASSES.get(quantity, 0) * model.shape.tokens * model.shape.top_k * model.flops_per_row
-    rate = f" ({teraflops(flops, value)})" if flops else ""
-    return f"{value:.1e}" if quantity == "error" else f"{value:,.1f}{rate}"
+    return f"{value:,.1f}" + (f" ({teraflops(flops, value)})" if flops else "")
 
 
 def ratio(ours: list[float], others: list[float]) -> str:
