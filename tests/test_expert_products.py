@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import helpers
@@ -17,11 +16,7 @@ import jax_ep
 from jax_ep.__main__ import load
 
 MATRICES = ("gate", "up", "down")
-
-
-@pytest.fixture
-def example() -> ModuleType:
-    return load("examples", "expert_products")
+example = load("examples", "expert_products")
 
 
 def run(group: jax_ep.Group, product: Any, model: Any, ids: Any, experts: Any, cotangent: Any) -> Any:
@@ -49,7 +44,7 @@ def changed(model: Any, change: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["int8", "qwix"])
-def test_int8(name: str, example: ModuleType, group: jax_ep.Group, rng: np.random.Generator) -> None:
+def test_int8(name: str, group: jax_ep.Group, rng: np.random.Generator) -> None:
     """Scales and products are exact but for float32: the layer is that of the rounded matrices."""
     model, case, cotangent = draw(rng, np.float32)
     everything(case, rng)
@@ -72,7 +67,7 @@ def test_int8(name: str, example: ModuleType, group: jax_ep.Group, rng: np.rando
 
 
 @pytest.mark.usefixtures("native")
-def test_adapters(example: ModuleType, group: jax_ep.Group, rng: np.random.Generator) -> None:
+def test_adapters(group: jax_ep.Group, rng: np.random.Generator) -> None:
     """Gradients of the factors are those of the whole matrix M = base + a b: M' b^T and a^T M'; the base has none."""
     model, case, cotangent = draw(rng, np.float32)
 

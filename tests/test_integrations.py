@@ -17,6 +17,7 @@ from jax_ep import Group
 from jax_ep.__main__ import load
 
 B, S, D, F, E, K = 8, 4, 128, 128, 16, 4
+example = load("examples", "integrations")
 
 
 class Bare:
@@ -30,11 +31,6 @@ class Bare:
 
     def sow(self, _: Any, name: str, value: Any) -> None:
         self.sown[name] = value
-
-
-@pytest.fixture
-def example() -> ModuleType:
-    return load("examples", "integrations")
 
 
 def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -114,7 +110,7 @@ def maxtext_layer(
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", MAXTEXT)
-def test_maxtext(name: str, example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maxtext(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `RoutedMoE.dense_matmul` has, of every token and every expert; logits are not those of the inputs."""
     real = ("maxtext.layers.moe", "maxtext.common.common_types")
     moe = upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
@@ -141,7 +137,7 @@ def test_maxtext(name: str, example: ModuleType, rng: np.random.Generator, monke
     assert set(layer.sown) == {"te_moe_total_recv_tokens", "te_moe_recv_capacity_per_rank"}
 
 
-def test_maxtext_says_what_was_received(example: ModuleType, rng: np.random.Generator) -> None:
+def test_maxtext_says_what_was_received(rng: np.random.Generator) -> None:
     """The most assignments that a rank of any line has, and its capacity."""
     ids = rng.permuted(np.tile(np.arange(E), (B, S, 1)), axis=2)[:, :, :K].astype(np.int32)
     matrices = [jnp.asarray(matrix) for matrix in draw_experts(rng)]
@@ -159,7 +155,7 @@ def test_maxtext_says_what_was_received(example: ModuleType, rng: np.random.Gene
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tunix imports
-def test_tunix(example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tunix(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the layer itself computes on a CPU: all tokens by all experts."""
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("jax.experimental.shard_map")  # it imports this
@@ -187,7 +183,7 @@ def test_tunix(example: ModuleType, rng: np.random.Generator, monkeypatch: pytes
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("biases", [False, True])
-def test_easydel(biases: bool, example: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_easydel(biases: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its own `_sparse_moe_call` has on one device."""
     folder = "easydel.layers.moe."
     real = (folder + "_moe_module", folder + "_communication_utils")
