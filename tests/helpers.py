@@ -154,13 +154,6 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.01)
 
 
-def gpu_megabytes() -> int:
-    """In use on all GPUs, by all processes."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    used = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
-    return sum(map(int, used.split()))
-
-
 def fetch(results: Any) -> Any:
     """Awaits all results, as must be done before a group closes, and copies them to numpy."""
     return jax.device_get(jax.block_until_ready(results))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 from pathlib import Path
 
 import helpers
@@ -17,6 +18,13 @@ MOST_MB = 24  # the allocator's own; a signal pad has 5 MB
 MOST_PROGRAMS = 25
 
 
+def gpu_megabytes() -> int:
+    """In use on all GPUs, by all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    used = subprocess.run(query, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+    return sum(map(int, used.split()))
+
+
 def resources(*, on_gpus: bool) -> dict[str, int]:
     """Open files, mappings, threads of ours (XLA starts some of its own late), and MB of memory of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -25,7 +33,7 @@ def resources(*, on_gpus: bool) -> dict[str, int]:
         "shared mappings": Path("/proc/self/maps").read_text().count("memfd:jax_ep"),
         "threads": helpers.own_threads(),
         "MB": int(status["VmRSS"].split()[0]) // 1024,
-        "MB on GPUs": helpers.gpu_megabytes() if on_gpus and jax.default_backend() == "gpu" else 0,
+        "MB on GPUs": gpu_megabytes() if on_gpus and jax.default_backend() == "gpu" else 0,
     }
 
 
