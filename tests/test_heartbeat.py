@@ -73,6 +73,25 @@ def assert_missing(missing: str, *openings: Opening) -> None:
             opening.result(TIMEOUT)
 
 
+def test_a_short_timeout_is_no_reason_for_haste(processes: Processes) -> None:
+    first, *_ = processes.open_all("group", seconds=0.1)
+    processes.threads[1].stop()
+    start = time.monotonic()
+    wait_until(lambda: first.error() is not None, TIMEOUT)
+    assert time.monotonic() - start > 1.5  # 2 s after its last heartbeat
+    assert "process 1 sent no heartbeat for 2." in str(first.error())
+
+
+def test_a_watch_that_fails_is_told(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats would go on, and nobody would learn of a loss."""
+    first, *others = processes.open_all("group")
+    monkeypatch.setattr(first._hangs, "look", lambda *_: [][0])
+    wait_until(lambda: first.error() is not None, TIMEOUT)
+    assert "this process watches the others no more, because of IndexError" in str(first.error())
+    for each in (first, *others):
+        each.close()
+
+
 def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
     """Process 2 has one group open with the others, and has not come to the second."""
     first = processes.open_all("first")

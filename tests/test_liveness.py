@@ -111,13 +111,6 @@ def test_a_process_that_was_stopped_blames_nobody(store: Store) -> None:
     assert store.wait(0.5) is None
 
 
-def test_a_short_timeout_is_no_reason_for_haste(store: Store) -> None:
-    detector = FailureDetector(OTHERS, 0.1, Readings(1, dict(store.readings)), PARTS, PAUSE)
-    hasty = Store(detector, 1, store.readings)
-    assert hasty.wait(1.9, silent=(1,)) is None
-    assert hasty.wait(0.4, silent=(1,)) is not None
-
-
 def hang(marks: Marks, *parts: GroupPart, seconds: float = TIMEOUT + 1, silent: int | None = None) -> str:
     """What a process says that has these marks for so long, of processes with these parts."""
     beats = {p: Heartbeat("life", 1, {PARTS[p]: part}) for p, part in zip(OTHERS, parts, strict=True)}

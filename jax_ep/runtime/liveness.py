@@ -35,16 +35,15 @@ class FailureDetector:
     """How long processes have been silent, and which are lost. Time in which this process was stopped does not count.
 
     Args:
-      others, timeout, parts: as `others`, `limit` and `parts` of HangDetector.
+      others, limit, parts: as those of HangDetector.
       readings: the first, with heartbeats of all of them.
       pause: the most seconds between two reads of a store that answers.
     """
 
     def __init__(
-        self, others: Mapping[int, str], timeout: float, readings: Readings, parts: Mapping[int, str], pause: float
+        self, others: Mapping[int, str], limit: float, readings: Readings, parts: Mapping[int, str], pause: float
     ):
-        self._others, self.readings, self._parts, self._pause = others, readings, parts, pause
-        self._limit = max(timeout, _LEAST_SECONDS)
+        self._others, self._limit, self.readings, self._parts, self._pause = others, limit, readings, parts, pause
         self._states = dict.fromkeys(others, OPEN)  # of their parts
         self._seconds = dict.fromkeys(others, 0.0)
         self._unanswered = 0.0  # seconds since the store was read
@@ -100,7 +99,7 @@ class Liveness:
       name: of the group, for the log.
       over: `opening.identity` of the group.
       others: by process, what an error calls it; at least one.
-      timeout: seconds of silence after which a process is lost; at least 2.
+      timeout: seconds of silence after which a process is lost; no less than 2, nor than four heartbeats take.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread, progress: of this process.
       on_lost: called in the watching thread with the error of the group, before a caller sees the error.
@@ -120,7 +119,7 @@ class Liveness:
         progress: Progress,
         on_lost: Callable[[JaxEpError], None] = lambda error: None,
     ):
-        self._name, self._timeout, self._heartbeat, self._on_lost = name, timeout, thread, on_lost
+        self._name, self._heartbeat, self._on_lost = name, thread, on_lost
         self._progress = progress
         self._lost: JaxEpError | None = None
         self._ended, self._released, self._is_over = threading.Event(), False, False
@@ -130,7 +129,7 @@ class Liveness:
             try:
                 readings, parts = self._meet(group, others, open_timeout)
                 thread.update(self._part, state=OPEN)
-                limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
+                self._limit = limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
                 self._detector = FailureDetector(others, limit, readings, parts, thread.period + _STOPPED_SECONDS)
                 self._hangs = HangDetector(others, limit, parts, self._detector.lives)
                 self._thread = threading.Thread(target=self._watch, name="jax_ep liveness", daemon=True)
@@ -174,7 +173,7 @@ class Liveness:
         seen = ""
         while True:
             readings = self._heartbeat.readings
-            # A process may have met with an older part of this one, and have begun a newer part since.
+            # A process may have opened with an earlier part of this one, and be at its next part already.
             if missing := _missing(readings, others, parts, seen):
                 parts = {
                     process: part  # the last of each process
@@ -199,9 +198,11 @@ class Liveness:
             last, before = time.monotonic(), last
             if self._lost is None and (lost := self._look(last - before)) is not None:
                 _LOGGER.error("%s: %s", type(lost).__name__, self._failed(lost))
-                self._end(LEFT)  # before a caller sees the error: it may end the process
-                self._on_lost(self._failed(lost))
-                self._lost = lost
+                try:
+                    self._end(LEFT)  # before a caller sees the error: it may end the process
+                    self._on_lost(self._failed(lost))
+                finally:
+                    self._lost = lost
             if self._heartbeat.over:
                 return
         if self._released:
@@ -212,14 +213,17 @@ class Liveness:
             failure = self._heartbeat.failure
             what = f"this process sends no heartbeats any more, because of {failure!r}"
             return None if failure is None else PeerLostError(what)
-        marks = self._progress.marks
-        self._heartbeat.update(self._part, **marks._asdict())
-        if (lost := self._detector.look(self._heartbeat.readings, passed)) is not None:
-            return PeerLostError(lost)
-        return self._hangs.look(marks, self._detector.readings, min(passed, _STOPPED_SECONDS))
+        try:
+            marks = self._progress.marks
+            self._heartbeat.update(self._part, **marks._asdict())
+            if (lost := self._detector.look(self._heartbeat.readings, passed)) is not None:
+                return PeerLostError(lost)
+            return self._hangs.look(marks, self._detector.readings, min(passed, _STOPPED_SECONDS))
+        except Exception as error:
+            return PeerLostError(f"this process watches the others no more, because of {error!r}")
 
     def _failed(self, error: JaxEpError) -> JaxEpError:
-        return type(error)(f"{self._name}: {error} (timeout {self._timeout:g} s); the group has failed")
+        return type(error)(f"{self._name}: {error} (timeout {self._limit:g} s); the group has failed")
 
 
 def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
