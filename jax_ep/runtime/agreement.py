@@ -34,7 +34,7 @@ class Participants(NamedTuple):
 
     mesh: Mesh
     axis_name: AxisName
-    compares: bool  # False: kernels do, or nobody
+    compares: bool  # False: kernels compare calls, or nothing does
     marked: Ranks | None  # whose library keeps the marks; None if nobody reads them
     progress: Progress
     keep_error: Callable[[JaxEpError], None]  # for `Group.check`
@@ -43,7 +43,7 @@ class Participants(NamedTuple):
 class Agreement:
     """The agreement of all ranks along an axis on a call of an op, before XLA's collectives exchange its operands.
 
-    It does nothing unless the caller compares or is marked. Between GPU processes it only marks where the ranks are.
+    It does nothing unless calls are compared or marked. Between GPU processes they are only marked.
 
     Args:
       settings: must be equal on all ranks.

@@ -22,7 +22,7 @@ def open_native(
 ) -> tuple[Ranks, native.NativeGroup, Callable[[], None]]:
     """The ranks with their id, their native group, and the function that frees its number when it is closed.
 
-    `JAX_EP_DEBUG_POISON=1` fills every result and mailbox with 0xFF, so that stale data shows.
+    `JAX_EP_DEBUG_POISON=1` fills results that an op writes as a whole, and mailboxes, with 0xFF: stale data shows.
 
     Raises:
       PlatformError: the compiled library is of another version.

@@ -24,7 +24,7 @@ class Progress:
     """The marks of this process: the most ops that a rank of it has begun, the fewest that a rank has ended.
 
     Args:
-      read: `Backend.marks`.
+      read: `NativeGroup.marks`.
     """
 
     def __init__(self, read: Callable[[], Sequence[tuple[int, int, str]]] = tuple):

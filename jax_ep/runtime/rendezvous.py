@@ -76,7 +76,7 @@ def meet(
       PlatformError: the processes are not of one host.
     """
     try:
-        participants = _Participants(store, key, me, neighbours(lines, me), timeout)
+        participants = _Rendezvous(store, key, me, neighbours(lines, me), timeout)
         meeting = participants.lead(taken) if me == participants.leader else participants.join(taken)
     except jax.errors.JaxRuntimeError as error:
         raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {error}") from error
@@ -97,7 +97,7 @@ def neighbours(lines: Sequence[Sequence[int]], me: int) -> dict[int, set[int]]:
     return {process: shared[process] for process in sorted(met)}
 
 
-class _Participants:
+class _Rendezvous:
     def __init__(self, store: Store, key: str, me: int, neighbours: dict[int, set[int]], timeout: float):
         self.leader = min(neighbours)
         self._store, self._folder, self._me = store, f"{key}/{self.leader}", me

@@ -1,4 +1,7 @@
-"""What results hold if an op with implementation="xla" delivers nothing: the same as with kernels on a GPU."""
+"""What an op with implementation="xla" leaves if it delivers nothing: NaN in floats, -1 in integers.
+
+Kernels leave the same in all results, dispatch in plain JAX in its rows alone.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -105,7 +105,7 @@ def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Arra
 def intranode_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
-    """Calls the kernel on constants, then makes its floats depend on tokens and weights (`_followed`)."""
+    """Runs the kernel without a derivative; `_followed` attaches one."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
     out = kernels.ffi_dispatch(group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)

@@ -42,7 +42,7 @@ def rows_of_experts(asked: jax.Array, alignment: int, capacity: int) -> jax.Arra
 def rows_of_sources(asked: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
     """The rows [R, E] that the source ranks keep of `asked`, if experts keep `kept` [E].
 
-    Odd rows of expert e go to the sources from number e modulo R on. `first`: the number of the first expert.
+    Rows left over go one each to the sources, starting at source e modulo R. `first`: the number of the first expert.
     """
     ranks, experts = asked.shape
     begin = (first + jnp.arange(experts, dtype=jnp.int32))[:, None]

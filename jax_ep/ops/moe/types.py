@@ -64,8 +64,7 @@ class DispatchConfig:
 
 
 class Chunks(NamedTuple):
-    """How a rank cuts the tokens that it received from each node: into `number` chunks, or into chunks of one token if
-    there are fewer tokens."""
+    """How a rank cuts the tokens that it received from each node: into `number` chunks, at most one a token."""
 
     nodes: int = 1
     number: int = 1
