@@ -14,7 +14,7 @@ from jax_ep._kit.batches import batched_alike
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, gathered_rows, parts, sum_rows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows, gathered_rows, matrix_and_indices, sum_rows
 
 ProductImplementation = Literal["auto", "pallas", "xla"]
 
@@ -164,7 +164,7 @@ def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
 
 
 def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return jax.lax.ragged_dot(taken(lhs), rhs, group_sizes, **options)
+    return jax.lax.ragged_dot(dense_rows(lhs), rhs, group_sizes, **options)
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -286,7 +286,7 @@ def _choose(
 
     Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing there; an algorithm might.
     """
-    arrays = [parts(x)[0] for x in (left, right)]
+    arrays = [matrix_and_indices(x)[0] for x in (left, right)]
     if (
         left.dtype != right.dtype
         or np.dtype(dtype) not in (left.dtype, np.dtype(np.float32))
@@ -316,8 +316,8 @@ def grouped_product(
     def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
         options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
         if form == "contracted":
-            return jax.lax.ragged_dot_general(taken(left), taken(right), sizes, _CONTRACT_ROWS, **options)
-        matrices = taken(right)
+            return jax.lax.ragged_dot_general(dense_rows(left), dense_rows(right), sizes, _CONTRACT_ROWS, **options)
+        matrices = dense_rows(right)
         return _by_xla(left, matrices.swapaxes(1, 2) if form == "transposed" else matrices, sizes, **options)
 
     left, right, sizes = batched_alike(left, right, sizes)
@@ -357,5 +357,5 @@ def _product_jvp(
         d_left, d_right = (grouped_product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
         return home(left, d_left), home(right, d_right)
 
-    changes = tuple(parts(d)[0] for d in tangents[:2])
+    changes = tuple(matrix_and_indices(d)[0] for d in tangents[:2])
     return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, changes)

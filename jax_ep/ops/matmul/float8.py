@@ -26,7 +26,7 @@ from jax_ep.ops.matmul.quantize import (
     dequantize,
     frozen,
 )
-from jax_ep.ops.matmul.rows import GatheredRows, gathered_rows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, dense_rows, gathered_rows
 
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 NO_PRODUCT_GRADIENT = (
@@ -153,7 +153,7 @@ def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: 
 
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    return jax.lax.ragged_dot(dequantize(taken(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
+    return jax.lax.ragged_dot(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
 def quantize_and_multiply(

@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, parts
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, matrix_and_indices
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
 
@@ -77,7 +77,7 @@ def _call(
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
     indices = [x.indices for x in (lhs[0], rhs[0]) if isinstance(x, GatheredRows)]
-    first = [parts(x)[0] for x in (lhs[0], rhs[0])]
+    first = [matrix_and_indices(x)[0] for x in (lhs[0], rhs[0])]
     left, right = (x.bits if isinstance(x, Float8) else x for x in first)
     rows = indices[0].shape[0] if indices else left.shape[0]
     by_contraction = grouping == "contraction"

@@ -42,12 +42,12 @@ def gathered_rows(op: str, matrix: Any, lhs_indices: jax.Array) -> GatheredRows:
     return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
 
-def parts(rows: Any) -> tuple[Any, jax.Array | None]:
+def matrix_and_indices(rows: Any) -> tuple[Any, jax.Array | None]:
     """The matrix that holds the rows, and their indices in it; None if the rows are the whole matrix, in order."""
     return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
 
 
-def taken(rows: Any) -> Any:
+def dense_rows(rows: Any) -> Any:
     """The rows as an array, or as `Float8Rows`, in which rows of zeros and of NaN have scales of zero and NaN."""
     if not isinstance(rows, GatheredRows):
         return rows

@@ -32,7 +32,7 @@ from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply, straight_through_product
 from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
@@ -219,7 +219,7 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: Operands) -> jax.Array:
     rows, sizes, routing, _, experts, parameters = kept
     group, d_experts = call.dispatch.group, changes.experts
     if isinstance(rows, GatheredRows):
-        d_rows = taken(dataclasses.replace(rows, matrix=changes.tokens))
+        d_rows = dense_rows(dataclasses.replace(rows, matrix=changes.tokens))
     else:
         d_rows = gradients.scatter(group, changes.tokens, routing)
     names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
@@ -232,7 +232,7 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: Operands) -> jax.Array:
     def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
-    wide = as_array(taken(rows), changes.tokens.dtype)
+    wide = as_array(dense_rows(rows), changes.tokens.dtype)
     primals = operands_of(wide, routing.weights, experts, parameters)
     d_weights = gradients.sent_weights(group, changes.weights, routing)
     tangents = operands_of(d_rows, d_weights, d_experts, changes.parameters)
@@ -259,7 +259,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> Operand
             return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
 
         pull = jax.vjp(bias_term, row_weights, down_bias)[1]
-        by_bias, d_down_bias = pull(taken(d_answers).astype(jnp.float32))
+        by_bias, d_down_bias = pull(dense_rows(d_answers).astype(jnp.float32))
         d_row_weights += by_bias
 
     wide: Any = rows if isinstance(rows, GatheredRows) else as_array(rows, dtype)

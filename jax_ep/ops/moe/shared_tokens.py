@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import vary
-from jax_ep.ops.matmul.rows import GatheredRows, taken
+from jax_ep.ops.matmul.rows import GatheredRows, dense_rows
 from jax_ep.ops.moe.experts import ExpertsCall, Kept, Operands, answers_of, experts_of_tokens, plain_answers, stats_of
 from jax_ep.ops.moe.routing import add_rows_of_tokens, always_fits, count_invalid, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
@@ -42,7 +42,7 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
         kept = Kept(rows, sizes, routing, (), experts, ())
         answers, weighed_routing = answers_of(call, kept, tokens.dtype, keep_products=False)[0], routing
     else:
-        answers, weighed_routing = plain_answers(call, taken(rows), sizes, routing, experts)
+        answers, weighed_routing = plain_answers(call, dense_rows(rows), sizes, routing, experts)
     nothing = jnp.zeros((num_tokens, answers.shape[1]), jnp.float32)
     own = add_rows_of_tokens(nothing, answers, weighed_routing.row_of[0], weighed_routing.weights[0])
     total = agreement.leave(jax.lax.psum(own, group.axis_name)).astype(tokens.dtype)
