@@ -83,16 +83,17 @@ class Op {
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
     leave_report(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
-  // Tells every rank that rows of this op will be missing. A rank then delivers nothing. Called after
-  // wait_posted(), and before this rank delivers the chunk.
+  // Tells every rank that rows of this op will be missing. Every rank then marks its results of this op as
+  // undelivered. Called after wait_posted(), and before this rank delivers the chunk.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     each_rank([&](int rank) { store_relaxed(&comm.signal_pads[rank]->refused, epoch); });
     coop.sync();
   }
 
-  // Debug: fills the results with 0xFF, so that no stale value passes for a result. All coops meet, so all CTAs must
-  // find an SM. `Results`: see kernels/op_spec.h.
+  // Debug: fills the results with 0xFF, so that no stale value passes for a result. All coops of `coop.cta`
+  // meet, so each of these CTAs must find an SM; after join_op() they are the members. `Results`: see
+  // kernels/op_spec.h.
   template <class Results>
   JAX_EP_FN void poison(const Results& results) {
     if (!comm.poison) return;
@@ -113,7 +114,7 @@ class Op {
     enter(Phase::none);
   }
 
-  // ---- Signals and waits. Flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
+  // ---- Signals and waits. Their flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
 
   // Flags in the signal pad of each rank, one for every source.
   using Flags = uint64_t (SignalPad::*)[kMaxRanks];

@@ -81,7 +81,7 @@ constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word 
 
 // A flag holds the stamp of the last op that raised it. A stamp is the op's epoch, with the tag of its signature in the
 // low bits. Epochs only rise, so flags are never reset. A waiter that finds the right epoch with another tag knows that
-// the peer runs another op.
+// the peer runs another op. `acknowledged` alone holds no stamp but 1: a rank gives up once, as that ends the group.
 constexpr int kTagBits = 24;
 
 // All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
@@ -94,8 +94,8 @@ struct alignas(128) SignalPad {
   uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
   uint64_t timeline;  // where this rank's `Timeline` is, during a profile; otherwise 0
   alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
-  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: in longer waits
-  alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: of rows, over all ops
+  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: time of long waits for it
+  alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: its rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t mailed[kMaxRanks];                     // by source: the rest of its mail is here
   alignas(128) uint64_t laid_out;                              // where the rows of this rank lie is known

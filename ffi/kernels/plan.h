@@ -17,7 +17,8 @@ struct RowShape {
 };
 
 // CTAs are few, because they wait for peers while other kernels need SMs. In each CTA the first warps are senders
-// and push rows to peers. The other warps are receivers and process the rows that arrive.
+// and push rows to peers. The other warps are receivers and fill the rows that nobody sends. Then all warps,
+// also senders that have nothing left to push, take in the rows that arrive.
 struct LaunchConfig {
   int ctas;  // a CTA takes a whole SM
   int threads;

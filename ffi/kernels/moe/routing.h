@@ -230,7 +230,8 @@ class RoutedTokens {
     }
     return op_.ok() ? token : -1;
   }
-  JAX_EP_FN int next_stolen() const { return -1; }  // all tokens are handed out by ticket
+  static constexpr bool kSteals = false;  // all tokens are handed out by ticket
+  JAX_EP_FN int next_stolen() const { return -1; }
 
  private:
   Op& op_;
@@ -241,7 +242,8 @@ class RoutedTokens {
 };
 
 // Posts the buffers of a dispatch. All coops call, before they route. The last coop of the last CTA posts, because the
-// routing coops have other work. If the last CTA has no SM yet, a routing coop posts (Router::ask_posted).
+// routing coops have other work. If the last CTA has no SM yet, the last coop of the first routing CTA posts
+// (Router::post_if_late).
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
   op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), window_addresses(args, op.comm.size));

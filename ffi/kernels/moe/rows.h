@@ -111,8 +111,8 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   } while (stolen >= 0);
 }
 
-// Calls visit(item, loaded) for `item`, for the items of next() until one is negative, and for that one too. `loaded`
-// is what load(item) returned. The next item and the abort word are loaded before visit(), which hides their latency.
+// Visits `item`, then each next(); the last visit has a negative item. visit(item, loaded) gets what load(item)
+// returned. The next item and the abort word are loaded before visit(), which hides their latency.
 // Returns false once the group has failed.
 template <class Next, class Load, class Visit>
 JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit visit) {
@@ -131,10 +131,11 @@ JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit vi
 }
 
 // Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the previous token and starts to
-// encode `token`; begin(-1, ...) stores the last.
+// encode `token`; begin(-1, ...) stores the last. Takes no stolen tokens, so `items` must be RoutedTokens.
 template <class Items, class Sink, class Encoder, class Begin>
 JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const Sink& sink, Encoder& encoder,
                           RowWriter& writer, Begin begin) {
+  static_assert(!Items::kSteals, "push_items pushes the tokens of next() alone");
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);

@@ -65,8 +65,8 @@ JAX_EP_COLD_FN Quotas step_quotas(Coop coop, const int32_t* counts, int sources,
 }
 
 // A rank that is asked for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
-// the scratch, [ranks, experts], turn a number into a row: the assignment gets row number + shift if that is below
-// `ends`, and else is dropped. A third table, `choice_counts`, counts the assignments of few tokens.
+// the scratch, [ranks, experts], turn a number into a row. An assignment's row is number + shift; if that is not below
+// `ends`, the assignment is dropped. A third table, `choice_counts`, counts the assignments of few tokens.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank
@@ -94,8 +94,8 @@ JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, 
   coop.sync();
 }
 
-// Divides the rows of an expert among its sources. Odd rows go to the sources from `expert` modulo the ranks on, so
-// that different experts favour different sources. One lane calls.
+// Divides the rows of an expert among its sources. Rows left over go one each to the sources, starting at source
+// `expert` modulo the ranks, so that different experts favour different sources. One lane calls.
 JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
   const auto kept = [&](int source, Quotas quotas) {
