@@ -242,7 +242,7 @@ void time_gathers() {
     const int rows = routing.size();
     const Case up = by_rows(rows, x.inner, x.hidden, sizes);
     Case gated = up;
-    gated.epilogue = Epilogue::gated;
+    gated.formula = Formula::gated;
     const auto time = [&](const char* what, const Case& each, Gathered side) {
       time_gather(std::string(x.name) + " " + what, each, side, x.tokens, routing);
     };

@@ -38,7 +38,7 @@ struct Case {
   Gathered gathered = Gathered::none;
   std::vector<int> indices{};
   int gathered_rows = 0;
-  Epilogue epilogue = Epilogue::store;
+  Formula formula = Formula::store;
 
   bool mn_a() const { return grouping == Grouping::k_grouped; }  // lhs is stored [k, m]
   int groups() const { return std::max<int>(1, sizes.size()); }
@@ -53,7 +53,7 @@ struct Case {
   double flops() const {
     double rows = 0;
     for (const int size : sizes) rows += size;
-    if (grouping == Grouping::m_grouped) return 2 * rows * n * k * (epilogue == Epilogue::gated ? 2 : 1);
+    if (grouping == Grouping::m_grouped) return 2 * rows * n * k * (formula == Formula::gated ? 2 : 1);
     return grouping == Grouping::k_grouped ? 2 * rows * m * n : 2.0 * m * n * k;
   }
 };
@@ -71,7 +71,7 @@ class Buffers {
     a = device_array<char>(each.a_count() * 2), b = device_array<char>(each.b_count() * 2);
     out = device_array<char>(out_bytes() + kGuard);
     sizes = upload(each.sizes), indices = upload(each.indices), counter = device_array<uint32_t>(1);
-    if (each.epilogue == Epilogue::gated) {
+    if (each.formula == Formula::gated) {
       second_b = device_array<char>(each.b_count() * 2), kept = device_array<char>(2 * out_bytes());
       fill<<<1024, 256>>>(static_cast<__nv_bfloat16*>(second_b), each.b_count(), 5u);
     }
@@ -133,9 +133,9 @@ class Buffers {
 
  private:
   Product product() const {
-    const bool gated = case_.epilogue == Epilogue::gated;
+    const bool gated = case_.formula == Formula::gated;
     Product product{};
-    product.grouping = case_.grouping, product.epilogue = case_.epilogue, product.keeps_products = gated;
+    product.grouping = case_.grouping, product.formula = case_.formula, product.keeps_products = gated;
     product.activation = gated ? Activation::silu : Activation::none;
     product.in = case_.in, product.out = case_.out, product.rhs_is_k_by_n = case_.mn_b;
     product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();

@@ -11,7 +11,7 @@ struct Shape {
   Grouping grouping;
   int m, n, k;
   int groups;
-  Epilogue epilogue = Epilogue::store;
+  Formula formula = Formula::store;
   bool is_float8 = false;
   Gathered gathered = Gathered::none;
 };

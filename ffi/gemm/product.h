@@ -29,9 +29,9 @@ JAX_EP_CONSTANT_FN Element element_of(DType dtype) {
   return Element::float16;
 }
 
-// What becomes of the sums. Before an activation, products are rounded to the dtype of the operands, or to bfloat16 if
-// the operands are float8.
-enum class Epilogue {
+// What a product computes of its operands. Before an activation, products are rounded to the dtype of the operands, or
+// to bfloat16 if the operands are float8.
+enum class Formula {
   store,   // lhs x rhs, rounded
   gated,   // activation(lhs x rhs) * (lhs x second_rhs): rhs is the gate, second_rhs is up. Quantized if out is float8
   summed,  // lhs x rhs + second_lhs x second_rhs, rounded once
@@ -49,7 +49,7 @@ constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants rows that are multi
 // in n and k. kernels/matmul/product_spec.h says which products there are.
 struct Product {
   Grouping grouping;
-  Epilogue epilogue;
+  Formula formula;
   Activation activation;  // of a gated unit
   bool keeps_products;    // a gated one stores lhs x rhs and lhs x second_rhs, too
   Element in, out;

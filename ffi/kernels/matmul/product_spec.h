@@ -25,9 +25,9 @@ struct NamesOf<gemm::Grouping> {
                                                   {"contraction", gemm::Grouping::k_grouped}};
 };
 template <>
-struct NamesOf<gemm::Epilogue> {
-  static constexpr Named<gemm::Epilogue> all[] = {
-      {"store", gemm::Epilogue::store}, {"gated", gemm::Epilogue::gated}, {"summed", gemm::Epilogue::summed}};
+struct NamesOf<gemm::Formula> {
+  static constexpr Named<gemm::Formula> all[] = {
+      {"store", gemm::Formula::store}, {"gated", gemm::Formula::gated}, {"summed", gemm::Formula::summed}};
 };
 template <>
 struct NamesOf<gemm::Gathered> {
@@ -46,7 +46,7 @@ template <>
 struct OpSpec<gemm::Product> : LocalDefaults {
   using Args = gemm::Product;
   using Element = gemm::Element;
-  using Epilogue = gemm::Epilogue;
+  using Formula = gemm::Formula;
   static constexpr const char* kFfiTarget = "grouped_matmul";
 
   template <class Visit>
@@ -54,7 +54,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit("dtype", nullptr, &Args::out);
     visit("operand_dtype", nullptr, &Args::in);
     visit("grouping", nullptr, &Args::grouping);
-    visit("epilogue", nullptr, &Args::epilogue);
+    visit("epilogue", nullptr, &Args::formula);
     visit("activation", nullptr, &Args::activation);
     visit("keeps_products", nullptr, &Args::keeps_products);
     visit("gathered", nullptr, &Args::gathered);
@@ -72,7 +72,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     for (const auto& [name, size] : sizes)
       if (size < 1) return wrong(name, "at least 1", size);
     if (x.in == Element::float32) return wrong("operand_dtype", "bfloat16, float16 or float8_e4m3fn", name_in(x.in));
-    const bool is_gated = x.epilogue == Epilogue::gated;
+    const bool is_gated = x.formula == Formula::gated;
     if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
       return wrong("columns", "n, or 2 n if what belongs to gate and to up is in one array", x.columns);
     if (is_gated == (x.activation == gemm::Activation::none))
@@ -87,7 +87,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
     const Values in = values_of(x.in), out = values_of(x.out);
-    const bool quantized = is_float8(x), summed = x.epilogue == Epilogue::summed, gated = x.epilogue == Epilogue::gated;
+    const bool quantized = is_float8(x), summed = x.formula == Formula::summed, gated = x.formula == Formula::gated;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
     const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.gathered_rows : x.m;
@@ -121,7 +121,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     if (x.gathered == gemm::Gathered::none)
       return x.gathered_rows == 0 ? std::nullopt
                                   : std::optional(wrong("gathered_rows", "0 if none is gathered", x.gathered_rows));
-    if (x.epilogue == Epilogue::summed || (is_float8(x) && x.epilogue == Epilogue::gated))
+    if (x.formula == Formula::summed || (is_float8(x) && x.formula == Formula::gated))
       return wrong_side("none of a sum of products or of a gated unit of float8");
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
     if (x.gathered_rows < 1) return wrong("gathered_rows", "at least 1", x.gathered_rows);
@@ -130,16 +130,16 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   }
 
   static std::optional<std::string> validate_16_bits(const Args& x) {
-    const bool grouped_k = by_contraction(x), stores = x.epilogue == Epilogue::store;
+    const bool grouped_k = by_contraction(x), stores = x.formula == Formula::store;
     if (auto error = multiples(gemm::kTmaMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
       return error;
-    if (grouped_k && !stores) return wrong("epilogue", "store of groups of the contraction", name_in(x.epilogue));
+    if (grouped_k && !stores) return wrong("epilogue", "store of groups of the contraction", name_in(x.formula));
     const bool may_widen = stores && !grouped_k, widens = may_widen && x.out == Element::float32;
     if (x.out != x.in && !widens)
       return wrong("dtype", std::string("that of the operands, ") + name_in(x.in) + (may_widen ? ", or float32" : ""),
                    name_in(x.out));
-    const bool wants_n_by_k = x.epilogue == Epilogue::summed;
-    const bool wants_k_by_n = grouped_k || widens || x.epilogue == Epilogue::gated;
+    const bool wants_n_by_k = x.formula == Formula::summed;
+    const bool wants_k_by_n = grouped_k || widens || x.formula == Formula::gated;
     if (x.rhs_is_k_by_n ? !wants_n_by_k : !wants_k_by_n) return std::nullopt;
     return wrong("rhs_is_k_by_n",
                  "True of a gated product, a float32 result or groups of the contraction, and False of a sum of "
@@ -148,12 +148,12 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   }
 
   static std::optional<std::string> validate_float8(const Args& x) {
-    const bool is_gated = x.epilogue == Epilogue::gated;
+    const bool is_gated = x.formula == Formula::gated;
     if (auto error = multiples(kScaleBlock, "n", x.n, "k", x.k)) return error;
     if (by_contraction(x)) return wrong("grouping", "rows of operands in float8", name_in(x.grouping));
     if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
-    if (!is_gated && x.epilogue != Epilogue::store)
-      return wrong("epilogue", "store or gated of operands in float8", name_in(x.epilogue));
+    if (!is_gated && x.formula != Formula::store)
+      return wrong("epilogue", "store or gated of operands in float8", name_in(x.formula));
     if (is_gated ? x.out != Element::float8 : x.out != Element::bfloat16 && x.out != Element::float32)
       return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.out));
     const int64_t blocks = x.k / kScaleBlock;

@@ -40,13 +40,13 @@ struct Form {
   bool lhs_is_k_by_m, rhs_is_k_by_n;
   int block_n;  // as in Config
   bool swap_ab = false;
-  Epilogue epilogue = Epilogue::store;
+  Formula formula = Formula::store;
   Activation activation = Activation::none;
   Gathered gathered = Gathered::none;
 
   constexpr bool operator==(const Form& x) const {
-    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, epilogue, activation, gathered) ==
-           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.epilogue, x.activation,
+    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, formula, activation, gathered) ==
+           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.formula, x.activation,
                     x.gathered);
   }
 };

@@ -13,7 +13,7 @@ constexpr Variant<ProductKernel> kProduct{{Element::float8, kElement<Out>, false
 
 template <Activation kActivation>
 constexpr Variant<ProductKernel> kGated{
-    {Element::float8, Element::float8, false, false, kScaleBlock, /*swap_ab=*/false, Epilogue::gated, kActivation},
+    {Element::float8, Element::float8, false, false, kScaleBlock, /*swap_ab=*/false, Formula::gated, kActivation},
     &product_kernel<GatedFloat8Mainloop, StoreGatedFloat8<kActivation>>,
     int{sizeof(GatedFloat8Memory)}};
 

@@ -8,7 +8,7 @@ namespace {
 
 template <class T, Activation kActivation>
 constexpr Variant<ProductKernel> kKernel{
-    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Epilogue::gated, kActivation},
+    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation},
     &product_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp<>>>, StoreGated<T, kActivation>>,
     int{sizeof(SwappedMemory)}};
 

@@ -8,26 +8,26 @@ namespace {
 
 template <class In, class Out, bool kMn>
 constexpr Variant<ProductKernel> kRows{
-    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, Epilogue::store, Activation::none,
+    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, Formula::store, Activation::none,
      Gathered::lhs},
     &product_kernel<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 template <class T, Activation kActivation>
 constexpr Variant<ProductKernel> kGated{
-    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Epilogue::gated, kActivation, Gathered::lhs},
+    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation, Gathered::lhs},
     &product_kernel<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 template <class T, Gathered kGathered, class Store>
 constexpr Variant<ProductKernel> kContraction{{kElement<T>, kElement<T>, true, true, kGatheredColumns,
-                                               /*swap_ab=*/false, Epilogue::store, Activation::none, kGathered},
+                                               /*swap_ab=*/false, Formula::store, Activation::none, kGathered},
                                               &product_kernel<GatheredContractionMainloop<T>, Store>,
                                               int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
 
 template <class Out>
 constexpr Variant<ProductKernel> kFloat8{{Element::float8, kElement<Out>, false, false, kFloat8Columns,
-                                          /*swap_ab=*/false, Epilogue::store, Activation::none, Gathered::lhs},
+                                          /*swap_ab=*/false, Formula::store, Activation::none, Gathered::lhs},
                                          &product_kernel<GatheredFloat8Mainloop, StoreTile<Out>>,
                                          int{sizeof(GatheredFloat8Mainloop::Shared)}};
 

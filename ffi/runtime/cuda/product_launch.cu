@@ -69,7 +69,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   x.rhs_is_k_by_n,
                   config.block_n,
                   config.swap_ab,
-                  x.epilogue,
+                  x.formula,
                   x.activation,
                   x.gathered};
   const Variant<ProductKernel>* variant = nullptr;
@@ -91,7 +91,7 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
 
 Config plan_tiles(const Product& x, int sms) {
   const Product product = gathered_left(x);
-  return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.epilogue, x.is_float8(), x.gathered}, sms);
+  return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.formula, x.is_float8(), x.gathered}, sms);
 }
 
 std::optional<std::string> launch(const Product& x, cudaStream_t stream) {

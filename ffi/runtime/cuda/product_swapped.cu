@@ -5,18 +5,17 @@
 namespace jax_ep::gemm {
 namespace {
 
-template <class In, class Out, bool kMn, Epilogue kEpilogue = Epilogue::store>
+template <class In, class Out, bool kMn, Formula kFormula = Formula::store>
 constexpr Variant<ProductKernel> kKernel{
-    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, kEpilogue},
-    &product_kernel<
-        SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kEpilogue == Epilogue::summed ? 2 : 1>>>,
-        StoreSwapped<Out>>,
+    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, kFormula},
+    &product_kernel<SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kFormula == Formula::summed ? 2 : 1>>>,
+                    StoreSwapped<Out>>,
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, true>,
-                              kKernel<Bf16, Bf16, false>, kKernel<Bf16, Bf16, false, Epilogue::summed>,
+                              kKernel<Bf16, Bf16, false>, kKernel<Bf16, Bf16, false, Formula::summed>,
                               kKernel<F16, F16, true>,    kKernel<F16, float, true>,
-                              kKernel<F16, F16, false>,   kKernel<F16, F16, false, Epilogue::summed>};
+                              kKernel<F16, F16, false>,   kKernel<F16, F16, false, Formula::summed>};
 
 }  // namespace
 
