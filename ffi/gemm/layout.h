@@ -25,6 +25,11 @@ constexpr int kFirstAuxWarp = kConsumerWarps + 1;
 constexpr int kOutRows = 16;  // of a warp, stored at once, kSwizzleBytes of each
 constexpr int kOutBytes = kOutRows * kSwizzleBytes;
 
+// Shared memory of a CTA: what sm_90 gives, less two buffers for each warp to store through, less the barriers. Stages
+// fill the rest. A third buffer, in tiles of 192 columns, fits into what their stages leave over.
+constexpr int kSharedBytes = 227 * 1024;
+constexpr int kStageMemory = kSharedBytes - kConsumerWarps * 2 * kOutBytes - 1024;
+
 // In a tile of 256 columns each warpgroup has 64 of the rows (CUTLASS: cooperative). In narrower tiles the warpgroups
 // take tiles in turns, so that one stores while the other multiplies (ping-pong).
 JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
@@ -65,7 +70,7 @@ struct Shared {
   static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
   static constexpr int kStageBytes = kSlices * kSliceBytes;
   static constexpr int kAuxBytes = std::is_empty_v<Aux> ? 0 : sizeof(Aux);
-  static constexpr int kStages = (198656 - kAuxBytes) / kStageBytes;
+  static constexpr int kStages = (kStageMemory - kAuxBytes) / kStageBytes;
 
   alignas(1024) char stages[kStages][kStageBytes];  // a's slices, then b's
   alignas(1024) char out[kConsumerWarps][kOutBuffers<kBlockN>][kOutBytes];

@@ -134,8 +134,9 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
                 "cta_in_cluster, full), where `opened` is what open() returned: see gemm/source.h");
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
   constexpr Registers kWanted = registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>();
-  static_assert(kWanted.consumer * kConsumers + kWanted.other * (kThreads - kConsumers) == 168 * kThreads,
+  static_assert(kWanted.consumer * kConsumers + kWanted.other * (kThreads - kConsumers) == kStartRegisters * kThreads,
                 "what some warps take others must give");
+  static_assert(sizeof(Memory) <= kSharedBytes, "a CTA may not have so much shared memory");
   auto& shared = *reinterpret_cast<Memory*>(memory);
   Mainloop::open(shared);
   open_pipeline(shared, Mainloop::kPingPong ? kWarpgroup : kConsumerWarps, Mainloop::kProducers);

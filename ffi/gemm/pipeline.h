@@ -76,17 +76,22 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// The registers of a thread, which starts with 168. Consumers take what their accumulators need, and the other warps
-// give it. Warps that run hooks (loop.h) or gather keep more.
+// The registers of a thread. All threads start with equally many of the SM's 64 K, in steps of 8. Consumers take what
+// their accumulators need, and the other warps give it: they keep 24, the least that there may be, or more where
+// they gather or run hooks (loop.h) and where consumers need fewer.
+constexpr int kStartRegisters = 64 * 1024 / kThreads / 8 * 8;
 struct Registers {
   int consumer, other;
 };
+JAX_EP_CONSTANT_FN Registers registers_left(int other) {
+  return {kStartRegisters + (kStartRegisters - other) * (kThreads - kConsumers) / kConsumers, other};
+}
 template <class Aux, int kAccumulators, bool kGathers>
 JAX_EP_CONSTANT_FN Registers registers() {
   constexpr bool kHooks = !std::is_empty_v<Aux>;
   static_assert(kAccumulators == 128 ? !kHooks || !kGathers : kAccumulators == 192 && !kHooks, "no kernel has these");
-  if (kAccumulators == 128) return kHooks ? Registers{192, 120} : Registers{224, 56};
-  return kGathers ? Registers{232, 40} : Registers{240, 24};
+  if (kAccumulators == 128) return registers_left(kHooks ? 120 : 56);
+  return registers_left(kGathers ? 40 : 24);
 }
 
 }  // namespace jax_ep::gemm
