@@ -8,6 +8,9 @@
 // contraction is gathered, the consumers zero such rows (multiply.h).
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "comm/platform/ptx/bulk.h"
 #include "gemm/layout.h"
 #include "gemm/pipeline.h"
@@ -259,9 +262,28 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
   }
 }
 
+// Whether a source says what the aux warps gather:
+//   kGathersContraction   whether indices choose rows of the contraction; else they choose rows of the tile
+//   kGatheredSlice        the first slice of a stage that the gathering warps fill
+//   product               where the gathered matrix and its indices are
+//   rows_of(tile)         how many rows of a tile there are to gather
+template <class Source, class Tile, class = void>
+constexpr bool kIsGatheringSource = false;
+template <class Source, class Tile>
+constexpr bool
+    kIsGatheringSource<Source, Tile,
+                       std::enable_if_t<std::is_same_v<decltype(Source::kGathersContraction), const bool> &&
+                                        std::is_same_v<decltype(Source::kGatheredSlice), const int> &&
+                                        std::is_same_v<decltype(Source::product), const Product&> &&
+                                        std::is_same_v<decltype(Source::rows_of(std::declval<const Tile&>())), int>>> =
+        true;
+
 template <class Mainloop, class Memory>
 JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                 Part cta, int aux_warp) {
+  static_assert(kIsGatheringSource<typename Mainloop::Source, typename Mainloop::Tile>,
+                "a gathering source has kGathersContraction, kGatheredSlice, product and rows_of(tile): see "
+                "kIsGatheringSource");
   if (aux_warp < kGatherWarps)
     gather<Mainloop>(shared, source, problem, cta, aux_warp);
   else if constexpr (Mainloop::Source::kGathersContraction)

@@ -5,7 +5,9 @@
 //   open()   says what of a tile there is to load
 //   load()   all lanes of the warp call it when a stage is empty
 // A stage holds kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand.
-// multiply_gathered.h has the sources of gathered rows.
+// Main loops with swapped operands also want Weights, weights and product (multiply_swapped.h), those of float8 want
+// kGathers and product (multiply_float8.h), and those that gather want a gathering source (kIsGatheringSource in
+// gather.h). multiply_gathered.h has the sources of gathered rows.
 #pragma once
 
 #include "gemm/layout.h"
