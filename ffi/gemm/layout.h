@@ -96,7 +96,7 @@ static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024
 // The descriptor of an operand whose first slice starts at `slice`. kMn: the operand is contiguous along its rows (m or
 // n), not along the contraction; then the two strides lead to the next slice and the next atom.
 template <bool kMn>
-JAX_EP_FN uint64_t describe(const char* slice) {
+JAX_EP_FN uint64_t descriptor_of(const char* slice) {
   return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 

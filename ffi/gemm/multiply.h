@@ -48,8 +48,8 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
   for (int k = begin; k < end; k += kBlockK, at.advance()) {
     const char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
-    const uint64_t a = describe<kMnA>(stage + first_slice * kSliceBytes);
-    const uint64_t b = describe<kMnB>(stage + kSlicesOfA * kSliceBytes);
+    const uint64_t a = descriptor_of<kMnA>(stage + first_slice * kSliceBytes);
+    const uint64_t b = descriptor_of<kMnB>(stage + kSlicesOfA * kSliceBytes);
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
@@ -69,8 +69,8 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
   char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
   zero_rows<kBlockN>(stage, valid);
-  const uint64_t a = describe<true>(stage + first_slice * kSliceBytes);
-  const uint64_t b = describe<true>(stage + kSlicesA * kSliceBytes);
+  const uint64_t a = descriptor_of<true>(stage + first_slice * kSliceBytes);
+  const uint64_t b = descriptor_of<true>(stage + kSlicesA * kSliceBytes);
   int step = 0;
 #pragma unroll 1
   do {

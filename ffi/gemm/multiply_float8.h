@@ -62,8 +62,8 @@ JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Pipeli
                            int warp) {
   const char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
-  const uint64_t a = describe<false>(stage + warp / kWarpgroup * kSliceBytes);
-  const uint64_t b = describe<false>(stage + kSlicesA * kSliceBytes);
+  const uint64_t a = descriptor_of<false>(stage + warp / kWarpgroup * kSliceBytes);
+  const uint64_t b = descriptor_of<false>(stage + kSlicesA * kSliceBytes);
   begin_multiplies();
 #pragma unroll
   for (int step = 0; step < kBlockK / kMultiplyK; ++step)

@@ -123,8 +123,8 @@ struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
     for (int block = 0; block < blocks; ++block, at.advance()) {
       const char* const stage = shared.stages[at.stage];
       wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
-      const uint64_t a = describe<false>(stage);
-      const uint64_t b = describe<false>(stage + (kSlicesA + warp / kWarpgroup * 2) * kSliceBytes);
+      const uint64_t a = descriptor_of<false>(stage);
+      const uint64_t b = descriptor_of<false>(stage + (kSlicesA + warp / kWarpgroup * 2) * kSliceBytes);
       const auto done = [&] { consumer_release(&shared.empty[at.stage], lane); };
       add_half(total[0], a, b, shared.scales(at.stage), row, lane, [&] {
         if (!has_lower) done();

@@ -15,13 +15,13 @@ namespace jax_ep::gemm {
 // d = the sums of a warpgroup's columns, 64 in each part, and `rows` rows, a multiple of kRowStep, at least kRows and
 // at most kMax. Returns the stage that wgmma may still read, or -1.
 template <class In, int kRows, int kMax, bool kMn, int kParts>
-JAX_EP_FN int multiply_rows(float (&d)[kParts][kMax / 2], SwappedMemory& shared, int rows, int k_end,
-                            PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
+JAX_EP_FN int multiply_swapped(float (&d)[kParts][kMax / 2], SwappedMemory& shared, int rows, int k_end,
+                               PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
   if constexpr (kRows > kMax) {
     return -1;
   } else {
     if (rows > kRows)
-      return multiply_rows<In, kRows + kRowStep, kMax, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
+      return multiply_swapped<In, kRows + kRowStep, kMax, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
     return multiply_stages<In, kRows, kParts, kMn, false, kParts * kConsumerWarps / kWarpgroup>(
         d, shared, 0, k_end, at, warpgroup * kParts, lane);
   }
@@ -69,8 +69,8 @@ struct SwappedMainloop {
       return;
     }
     leave_undefined(d);
-    const int running = multiply_rows<In, kRowStep, kMax, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
-                                                                                warp / kWarpgroup, lane);
+    const int running = multiply_swapped<In, kRowStep, kMax, Source::Weights::kMn>(d, shared, tile.rows, k_end, at,
+                                                                                   warp / kWarpgroup, lane);
     wait_multiplies<0>();
     settle(d);
     if (running >= 0) consumer_release(&shared.empty[running], lane);
