@@ -2,8 +2,12 @@
 // memory to the result.
 //
 // An epilogue has store() in the form that its main loop calls:
-//   tiles of fixed height      store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
-//   swapped operands           store(problem, tile, sums, shared, chunks, warp, lane): a warpgroup's part of a tile
+//   tiles of fixed height   store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
+//   transposed              store<kBlockN>(problem, tile, sums, part, shared, stored, warp, lane): 64 rows
+//   swapped operands        store(problem, tile, sums, shared, stored, warp, lane): a warpgroup's part of a tile
+//   gated, of float8        store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile
+// The main loop of gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first.
+// `stored` counts what a warp has stored over all of its tiles. Only store() uses and increments it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -123,20 +127,20 @@ struct StoreTile {
   template <int kBlockN>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                        char (*buffers)[kOutBytes], int strip, int lane) const {
-    constexpr int kColumns = kSwizzleBytes / sizeof(Out), kChunks = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
-    static_assert(kBlockN == 64 || kChunks % kBuffers == 0, "the next tile starts with the buffer that was read first");
+    constexpr int kColumns = kSwizzleBytes / sizeof(Out), kPieces = kBlockN / kColumns, kBuffers = kOutBuffers<kBlockN>;
+    static_assert(kBlockN == 64 || kPieces % kBuffers == 0, "the next tile starts with the buffer that was read first");
     const int row = tile.row + strip * kOutRows, matrix = problem.grouping == Grouping::k_grouped ? tile.group : 0;
     const bool whole = row + kOutRows <= tile.row_end;
     if (row >= tile.row_end) return;
     char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      const int col = tile.out_col + chunk * kColumns;
-      char* const buffer = buffers[chunk % kBuffers];
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int col = tile.out_col + piece * kColumns;
+      char* const buffer = buffers[piece % kBuffers];
       if (col < problem.n) {
         if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
         __syncwarp();
-        columns_to_shared<Out>(buffer, d + chunk * kColumns / 2, lane);
+        columns_to_shared<Out>(buffer, d + piece * kColumns / 2, lane);
         if (whole) ptx::shared_proxy_fence();
         __syncwarp();
         if (!whole)
@@ -145,7 +149,7 @@ struct StoreTile {
         else if (lane == 0)
           store_box(map, {col, row, matrix}, buffer);
       }
-      if (lane == 0) ptx::commit_stores();  // one group a chunk, even if empty, as wait_stores_read counts groups
+      if (lane == 0) ptx::commit_stores();  // one group a piece, even if empty, as wait_stores_read counts groups
     }
   }
 };
@@ -157,10 +161,10 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
   constexpr int kColumns = kSwizzleBytes / sizeof(Out), kValues = 16 / sizeof(Out);
   const int row = tile.row + strip * kOutRows;
 #pragma unroll
-  for (int chunk = 0; chunk < kBlockN / kColumns; ++chunk) {
-    const int column = tile.out_col + chunk * kColumns + (lane & 7) * kValues;
-    char* const buffer = buffers[chunk & 1];
-    columns_to_shared<Out>(buffer, d + chunk * kColumns / 2, lane);
+  for (int piece = 0; piece < kBlockN / kColumns; ++piece) {
+    const int column = tile.out_col + piece * kColumns + (lane & 7) * kValues;
+    char* const buffer = buffers[piece & 1];
+    columns_to_shared<Out>(buffer, d + piece * kColumns / 2, lane);
     __syncwarp();
 #pragma unroll
     for (int smem_row = lane >> 3; smem_row < kOutRows; smem_row += 4)
@@ -169,11 +173,11 @@ JAX_EP_FN void put_tile(const Problem& problem, const Tile& tile, const float (&
   }
 }
 
-// With swapped operands, a warpgroup stores chunks of 64 rows by kSwizzleBytes of columns, through two buffers.
-constexpr int kChunkRows = kWarpgroup * kOutRows, kChunkBytes = kChunkRows * kSwizzleBytes;
+// With swapped operands, a warpgroup stores pieces of 64 rows by kSwizzleBytes of columns, through two buffers.
+constexpr int kPieceRows = kWarpgroup * kOutRows, kPieceBytes = kPieceRows * kSwizzleBytes;
 constexpr int kRowSlices = kMaxRows / kSlice;
 template <class Memory>
-JAX_EP_FN char* chunks_of(Memory& shared, int warpgroup) {
+JAX_EP_FN char* pieces_of(Memory& shared, int warpgroup) {
   return shared.out[warpgroup * kWarpgroup][0];
 }
 
@@ -194,15 +198,15 @@ JAX_EP_FN void rows_to_shared(char* to, int smem_row, int column, const float* d
   }
 }
 
-// A warp's 16 columns of a chunk; `d` begins with the chunk's first row.
+// A warp's 16 columns of a piece; `d` begins with the piece's first row.
 template <class Out>
-JAX_EP_FN void chunk_to_shared(char* buffer, int column, const float* d, int lane) {
+JAX_EP_FN void piece_to_shared(char* buffer, int column, const float* d, int lane) {
 #pragma unroll
-  for (int smem_row = 0; smem_row < kChunkRows; smem_row += 16)
+  for (int smem_row = 0; smem_row < kPieceRows; smem_row += 16)
     rows_to_shared<Out>(buffer, smem_row, column, d + smem_row / 2, lane);
 }
 
-// Stores a warp's part of a chunk, which lies at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col`
+// Stores a warp's part of a piece, which lies at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col`
 // on. `matrix` has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA
 // stores, unless it would write too much; TMA itself stops at the end of the matrix' rows.
 template <class Out>
@@ -219,25 +223,25 @@ JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int
 }
 
 // Stores a warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in
-// store_strip. For each chunk, the warps write their columns to shared memory, then each warp stores 16 rows. The last
-// stores still read their buffer when this returns. `chunks` counts the chunks of all tiles, so that the next tile
+// store_strip. For each piece, the warps write their columns to shared memory, then each warp stores 16 rows. The last
+// stores still read their buffer when this returns. `stored` counts the pieces of all tiles, so that the next tile
 // begins with the buffer that is free first.
 template <class Out, int kRows, class Memory>
 JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
-                             const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& chunks, int warp,
+                             const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& stored, int warp,
                              int lane) {
   constexpr int kColumns = kSwizzleBytes / sizeof(Out);
   const int warpgroup = warp / kWarpgroup, row_end = smaller(tile.row_end, tile.row + tile.rows);
-  char* const buffers = chunks_of(shared, warpgroup);
+  char* const buffers = pieces_of(shared, warpgroup);
 #pragma unroll
-  for (int chunk = 0; chunk < kRows / kSlice * (kSlice / kColumns); ++chunk) {
-    const int first = chunk / (kSlice / kColumns) * kChunkRows, part = chunk % (kSlice / kColumns) * kColumns;
+  for (int piece = 0; piece < kRows / kSlice * (kSlice / kColumns); ++piece) {
+    const int first = piece / (kSlice / kColumns) * kPieceRows, part = piece % (kSlice / kColumns) * kColumns;
     if (first >= tile.rows) break;
     const int column = warp % kWarpgroup * 16 - part;
-    char* const buffer = buffers + chunks++ % 2 * kChunkBytes;
+    char* const buffer = buffers + stored++ % 2 * kPieceBytes;
     if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
-    if (column >= 0 && column < kColumns) chunk_to_shared<Out>(buffer, column, d + first / 2, lane);
+    if (column >= 0 && column < kColumns) piece_to_shared<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     const int smem_row = warp % kWarpgroup * kOutRows;
@@ -257,11 +261,11 @@ struct StoreSwapped {
   // A warpgroup has 64 columns in each part.
   template <int kParts, int kCount, class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kParts][kCount], Memory& shared,
-                       int& chunks, int warp, int lane) const {
+                       int& stored, int warp, int lane) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
       store_columns<Out, 2 * kCount>(map, out, problem.n, tile.col + (warp / kWarpgroup * kParts + part) * kSlice,
-                                     problem.n, tile, d[part], shared, chunks, warp, lane);
+                                     problem.n, tile, d[part], shared, stored, warp, lane);
   }
 };
 
@@ -277,12 +281,12 @@ struct StoreTransposed {
   // Stores a warpgroup's sums of part number `part` of a tile's rows, 64 rows.
   template <int kBlockN, class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int part,
-                       Memory& shared, int& chunks, int warp, int lane) const {
+                       Memory& shared, int& stored, int warp, int lane) const {
     RowTile rows;
     rows.row = tile.group * problem.n + tile.col;
     rows.row_end = (tile.group + 1) * problem.n;
     rows.rows = kBlockN;
-    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + part * kSlice, problem.m, rows, d, shared, chunks, warp,
+    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + part * kSlice, problem.m, rows, d, shared, stored, warp,
                                 lane);
   }
 };

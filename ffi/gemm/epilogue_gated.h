@@ -12,38 +12,38 @@ namespace jax_ep::gemm {
 // shared memory, rounded. TMA stores them from there if they are kept, and every thread computes 16 bytes of the unit.
 template <class T, Activation kActivation>
 struct StoreGated {
-  static_assert(kConsumers == 8 * kChunkRows / 2, "a thread has 16 bytes of each half of a chunk");
+  static_assert(kConsumers == 8 * kPieceRows / 2, "a thread has 16 bytes of each half of a piece");
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const Maps& maps;
   const Product& product;
 
   JAX_EP_FN StoreGated(const Maps& maps, const Product& product) : maps(maps), product(product) {}
 
-  // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous chunk. So
+  // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous piece. So
   // after the meeting the other buffer is free.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMaxRows / 2], Memory& shared,
-                       int& chunks, int warp, int lane) const {
+                       int& stored, int warp, int lane) const {
     const bool keeps = product.keeps_products;
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
-    for (int chunk = 0; chunk < kRowSlices; ++chunk) {
-      const int first = chunk * kChunkRows;
+    for (int piece = 0; piece < kRowSlices; ++piece) {
+      const int first = piece * kPieceRows;
       if (first >= tile.rows) break;
-      const int buffer = chunks++ % 2 * kChunkBytes;
-      char* const own = chunks_of(shared, warp / kWarpgroup) + buffer;
-      chunk_to_shared<T>(own, warp % kWarpgroup * 16, d[0] + first / 2, lane);
+      const int buffer = stored++ % 2 * kPieceBytes;
+      char* const own = pieces_of(shared, warp / kWarpgroup) + buffer;
+      piece_to_shared<T>(own, warp % kWarpgroup * 16, d[0] + first / 2, lane);
       if (keeps) {
         ptx::shared_proxy_fence();
         if (lane == 0) ptx::wait_stores_read<0>();
       }
       ptx::sync_some(1, kConsumers);
       if (keeps) keep(problem, tile, first, row_end, own, warp, lane);
-      const char *const gate = chunks_of(shared, 0) + buffer, *const up = chunks_of(shared, 1) + buffer;
+      const char *const gate = pieces_of(shared, 0) + buffer, *const up = pieces_of(shared, 1) + buffer;
       const int vec = threadIdx.x % 8, col = tile.col + vec * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int smem_row = half * kChunkRows / 2 + threadIdx.x / 8, row = tile.row + first + smem_row;
+        const int smem_row = half * kPieceRows / 2 + threadIdx.x / 8, row = tile.row + first + smem_row;
         if (row >= row_end || col >= problem.n) continue;
         const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(smem_row, vec));
         const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(smem_row, vec));
@@ -56,13 +56,13 @@ struct StoreGated {
   // A warpgroup has 64 columns of both products.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[2][kMaxGathered / 2],
-                       Memory& shared, int& chunks, int warp, int lane) const {
+                       Memory& shared, int& stored, int warp, int lane) const {
     const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
     if (product.keeps_products) {
       store_columns<T, kMaxGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
-                                     d[0], shared, chunks, warp, lane);
+                                     d[0], shared, stored, warp, lane);
       store_columns<T, kMaxGathered>(maps.second_product, product.second_product, product.columns, up + col,
-                                     up + problem.n, tile, d[1], shared, chunks, warp, lane);
+                                     up + problem.n, tile, d[1], shared, stored, warp, lane);
     }
     float units[kMaxGathered / 2];
 #pragma unroll
@@ -78,7 +78,7 @@ struct StoreGated {
         units[i + 2 * j] = float(pair.x), units[i + 2 * j + 1] = float(pair.y);
       }
     }
-    store_columns<T, kMaxGathered>(maps.result, product.result, problem.n, col, problem.n, tile, units, shared, chunks,
+    store_columns<T, kMaxGathered>(maps.result, product.result, problem.n, col, problem.n, tile, units, shared, stored,
                                    warp, lane);
   }
 

@@ -57,8 +57,8 @@ JAX_EP_FN Storing storing(int block_n, int tile) {
 template <int kBlockN>
 constexpr bool kHasEdges = kBlockN == 192;
 
-// The number of buffers through which a warp stores a tile, in chunks of kSwizzleBytes of columns. Chunks take the
-// buffers in turn, so the chunks of a tile must be a multiple of this number.
+// The number of buffers through which a warp stores a tile, in pieces of kSwizzleBytes of columns. Pieces take the
+// buffers in turn, so the pieces of a tile must be a multiple of this number.
 template <int kBlockN>
 constexpr int kOutBuffers = kBlockN == 192 ? 3 : 2;
 

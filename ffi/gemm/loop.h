@@ -15,7 +15,7 @@
 //   tiles()           the tiles of a CTA: each warp walks the same list
 //   has_work()        whether a warpgroup multiplies anything of a tile
 //   accumulate()      multiplies a tile: consumes its stages
-//   store()           hands the sums to the epilogue
+//   store()           hands the sums to the epilogue; `stored` is a counter of its own (epilogue.h)
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
 // An Epilogue has store(), in the form that the Mainloop calls (epilogue.h).

@@ -171,7 +171,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
   // Stores strips of 16 rows. If the contraction is split, the CTAs of the cluster swap and add halves first.
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, Shared& shared, const Problem& problem,
-                              const Tile& tile, int& swaps, int warp, int lane) {
+                              const Tile& tile, int& stored, int warp, int lane) {
     static_assert(kStoresStrips<Epilogue, kBlockN>,
                   "this epilogue must have store<kBlockN>(problem, tile, sums, "
                   "buffers, strip, lane): see gemm/epilogue.h");
@@ -182,7 +182,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
         epilogue.template store<kBlockN>(problem, tile, d[part], shared.out[warp], strip, lane);
       } else if constexpr (kCanSplit<kBlockN>) {
         float half_d[kBlockN / 4];
-        swap_halves(half_d, d[part], shared, swaps++ & 1, warp, lane);
+        swap_halves(half_d, d[part], shared, stored++ & 1, warp, lane);
         epilogue.template store<kBlockN / 2>(problem, tile, half_d, shared.out[warp], strip, lane);
       }
     }

@@ -116,13 +116,13 @@ struct GatheredContractionMainloop : ContractionTiles<In> {
   using Shared = typename Base::Shared;
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const typename Base::Accumulators& d, Shared& shared,
-                              const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {
+                              const Problem& problem, const Tile& tile, int& stored, int warp, int lane) {
     if constexpr (!Epilogue::kTransposes)
-      return Base::store(epilogue, d, shared, problem, tile, chunks, warp, lane);
+      return Base::store(epilogue, d, shared, problem, tile, stored, warp, lane);
     else
 #pragma unroll
       for (int part = 0; part < kParts<kGatheredColumns>; ++part)
-        epilogue.template store<kGatheredColumns>(problem, tile, d[part], part, shared, chunks, warp, lane);
+        epilogue.template store<kGatheredColumns>(problem, tile, d[part], part, shared, stored, warp, lane);
   }
 };
 

@@ -78,11 +78,11 @@ struct SwappedMainloop {
 
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, SwappedMemory& shared,
-                              const Problem& problem, const Tile& tile, int& chunks, int warp, int lane) {
+                              const Problem& problem, const Tile& tile, int& stored, int warp, int lane) {
     static_assert(kStoresTiles<Epilogue, Accumulators, SwappedMemory>,
                   "this epilogue must have store(problem, tile, "
-                  "sums, shared, chunks, warp, lane): see gemm/epilogue.h");
-    epilogue.store(problem, tile, d, shared, chunks, warp, lane);
+                  "sums, shared, stored, warp, lane): see gemm/epilogue.h");
+    epilogue.store(problem, tile, d, shared, stored, warp, lane);
   }
 };
 
