@@ -22,11 +22,11 @@ struct Buffer {
 
 // Fills one coop's part of a buffer. Takes only the coop's lane: passing the coop would cost the caller registers.
 JAX_EP_COLD_FN void fill_part(int lane, Buffer buffer, Part part) {
-  constexpr int64_t kChunk = 1 << 16;
-  for (int64_t begin = part.index * kChunk; begin < buffer.bytes; begin += part.count * kChunk) {
+  constexpr int64_t kAtOnce = 1 << 16;
+  for (int64_t begin = part.index * kAtOnce; begin < buffer.bytes; begin += part.count * kAtOnce) {
     const int64_t left = buffer.bytes - begin;
     fill_row(lane, static_cast<char*>(buffer.data) + begin, static_cast<uint8_t>(buffer.undelivered),
-             left < kChunk ? left : kChunk);
+             left < kAtOnce ? left : kAtOnce);
   }
 }
 
