@@ -67,9 +67,9 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   d.targets = device_array<int32_t>(r.ids.size()), d.row_of = device_array<int32_t>(table);
   d.weights = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
   d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
-  d.scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
+  d.route_scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
   d.landing = device_array<char>(ranks * s.tokens * row);
-  d.few = are_few(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
+  d.by_choices = routes_by_choices(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
   r.dispatch_float8 = d;
   r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;
   r.float8_rows = d;
@@ -96,7 +96,7 @@ inline void release(Rank& r) {
   const DispatchArgs& d = r.dispatch;
   const void* all[] = {d.tokens,      d.expert_ids,       d.token_weights,   d.rows,
                        d.group_sizes, d.targets,          d.row_of,          d.weights,
-                       d.counts,      d.dropped,          d.invalid,         d.scratch,
+                       d.counts,      d.dropped,          d.invalid,         d.route_scratch,
                        d.landing,     r.combine.combined, r.combine.landing, r.float8_rows.scales};
   for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
   CHECK(cudaStreamDestroy(r.stream));

@@ -26,9 +26,9 @@ int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
 // How many coops of a CTA are senders.
 int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   const auto& [policy, ranks, work] = shape;
-  const bool few = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
+  const bool few_tokens = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
   if (policy.senders == Senders::all) return coops;
-  if (few && (combines || work.in_float8)) return rates.few_senders;
+  if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, ranks, ctas);
   return find_senders(work.in_float8 ? rates.dispatch_float8 : rates.dispatch, ranks, ctas);
 }

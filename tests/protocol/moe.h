@@ -46,14 +46,14 @@ struct Rank {
     a.alignment = kAlignment;
     a.wire = is_float8(way) ? Wire::float8 : Wire::plain;
     a.expand = way != Way::slots && way != Way::float8_slots;
-    a.few = way != Way::straight && way != Way::float8 && are_few(count, kTopK);
+    a.by_choices = way != Way::straight && way != Way::float8 && routes_by_choices(count, kTopK);
     // Not eager are those that go straight to their rows.
-    a.eager = a.few || a.wire == Wire::float8 || !a.expand ? count : count / 2;
+    a.eager = a.by_choices || a.wire == Wire::float8 || !a.expand ? count : count / 2;
     a.token_weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.rows = reinterpret_cast<char*>(rows.data());
     a.indices = indices.data();
     a.group_sizes = sizes.data(), a.targets = targets.data(), a.row_of = row_of.data(), a.weights = row_weights.data();
-    a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.scratch = scratch.data();
+    a.counts = counts.data(), a.dropped = &dropped, a.invalid = &invalid, a.route_scratch = scratch.data();
     a.landing = wire.data();
     return a;
   }

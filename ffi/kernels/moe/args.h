@@ -22,15 +22,16 @@ struct NamesOf<Wire> {
       {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
 };
 
-// Whether tokens are few. If so, each rank sends its ids and weights to all ranks, and works out the whole routing.
-constexpr bool are_few(int num_tokens, int top_k) {
-  return num_tokens <= kFewTokens && num_tokens * top_k <= kFewAssignments;
+// Whether each rank sends its ids and weights to all ranks, and works out the whole routing (RoutingByChoices): if its
+// tokens are few, and a mailbox has room for their assignments.
+constexpr bool routes_by_choices(int num_tokens, int top_k) {
+  return num_tokens <= kFewTokens && num_tokens * top_k <= kMaxChoices;
 }
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
-// All tokens are eager if they are few, or if receivers decode them: decoding needs landing slots anyway.
+// All tokens are eager if they are routed by choices, or if receivers decode them: decoding needs landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
-  const bool all = are_few(num_tokens, top_k) || wire == Wire::float8;
+  const bool all = routes_by_choices(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
@@ -56,10 +57,10 @@ struct DispatchArgs {
   int32_t* counts;             // [R, L]
   int32_t* dropped;            // [1]
   int32_t* invalid;            // [1]
-  int32_t* scratch;
-  bool few;       // are_few()
-  int eager;      // the number of eager tokens, which are the first ones
-  char* landing;  // [R, eager] landing slots; null if tokens land in `rows`
+  int32_t* route_scratch;
+  bool by_choices;  // routes_by_choices()
+  int eager;        // the number of eager tokens, which are the first ones
+  char* landing;    // [R, eager] landing slots; null if tokens land in `rows`
 
   // Whether tokens land in their final slots of `rows`.
   JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
@@ -160,7 +161,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit("zero_unused", "zero_unused", &Args::zero_unused);
   }
   static void complete(Args& args, int, bool) {
-    args.few = are_few(args.num_tokens, args.top_k);
+    args.by_choices = routes_by_choices(args.num_tokens, args.top_k);
     args.eager = args.expand ? eager_tokens(args.num_tokens, args.top_k, args.wire) : args.num_tokens;
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
@@ -191,8 +192,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
     visit(operand("token_weights", Values::float32, tokens, top_k), &Args::token_weights);
     visit(result("rows", rows, moved, a.hidden).for_peers(straight), &Args::rows);
-    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.few), &Args::row_of);
-    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.few), &Args::weights);
+    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.by_choices), &Args::row_of);
+    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.by_choices), &Args::weights);
     visit(result("scales", Values::float32, moved, a.hidden / kScaleBlock).when(float8).for_peers(straight),
           &Args::scales);
     visit(result("indices", Values::int32, a.capacity).when(!a.expand).undelivered_as(Undelivered::index),
@@ -204,7 +205,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(result("invalid", Values::int32, 1).undelivered_as(Undelivered::size), &Args::invalid);
     const BufferSpec landing = scratch("landing", Values::uint8, ranks, a.eager, landing_slot_bytes(a));
     visit(landing.when(!a.lands_in_rows()).for_peers(), &Args::landing);
-    visit(scratch("scratch", Values::int32, route_scratch_ints(a.num_experts, ranks, a.drop)), &Args::scratch);
+    visit(scratch("route_scratch", Values::int32, route_scratch_ints(a.num_experts, ranks, a.drop)),
+          &Args::route_scratch);
   }
 };
 

@@ -337,7 +337,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   post_dispatch(op, args);
-  if (args.few)
+  if (args.by_choices)
     RoutingByChoices(op, args).run();
   else
     RoutingByCounts(op, args).run();

@@ -10,8 +10,9 @@
 
 namespace jax_ep {
 
+// A mailbox has a number for each expert (RoutingByCounts), or one for each assignment of a rank (RoutingByChoices).
 constexpr int kMaxExperts = kMailNumbers;
-constexpr int kFewAssignments = kMailNumbers;
+constexpr int kMaxChoices = kMailNumbers;
 // How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
 constexpr int kFewTokens = 512;     // at most; few tokens are announced one by one
 constexpr int kChunkTokens = 512;   // the least tokens that are announced together if tokens are not few

@@ -25,7 +25,7 @@ class Histogram {
   // CTA call together.
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
-        scratch_{args.scratch, args.num_experts, op.comm.size},
+        scratch_{args.route_scratch, args.num_experts, op.comm.size},
         coop_(as_router(op, router_ctas(items, per_cta, op.coop.cta.count))),
         ctas_(coop_.cta.count),
         mine_(part_of_coop(items)) {}
@@ -200,11 +200,11 @@ class RoutingResults {
   // Waits until this rank's assignments have their rows.
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.signal_pad->placed[op_.comm.rank]); }
 
-  // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. If tokens are
-  // few, this rank itself places all of them.
+  // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. In
+  // routing by choices this rank itself places all of them.
   JAX_EP_FN bool all_placed() const {
     await_placed();
-    if (!args_.few) op_.wait(&SignalPad::placed);
+    if (!args_.by_choices) op_.wait(&SignalPad::placed);
     return op_.ok() && segments_.check_capacity();
   }
 
@@ -285,7 +285,7 @@ class Router {
   const int local_;
 };
 
-// Routes many tokens. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
+// Routes by counts. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
 // of its assignments, while the eager tokens travel.
 class RoutingByCounts : Router {
  public:
@@ -385,8 +385,8 @@ class RoutingByCounts : Router {
   }
 };
 
-// Routes few tokens. Every rank sends its choices to all ranks, and each rank works out the whole routing. Ranks
-// exchange messages only once, while the tokens travel to landing slots.
+// Routes few tokens by choices. Every rank sends its choices to all ranks, and each rank works out the whole routing.
+// Ranks exchange messages only once, while the tokens travel to landing slots.
 class RoutingByChoices : Router {
  public:
   JAX_EP_FN RoutingByChoices(Op& op, const DispatchArgs& args)
