@@ -11,8 +11,8 @@ JAX_EP_FN int smaller(int a, int b) { return a < b ? a : b; }
 JAX_EP_FN int larger(int a, int b) { return a > b ? a : b; }
 
 // For numbers that are not negative.
-JAX_EP_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
-JAX_EP_FN int align_up(int a, int alignment) { return (a + alignment - 1) / alignment * alignment; }
+JAX_EP_CONSTANT_FN int ceil_div(int a, int b) { return (a + b - 1) / b; }
+JAX_EP_CONSTANT_FN int align_up(int a, int alignment) { return (a + alignment - 1) / alignment * alignment; }
 
 // Divides by a number known only at run time, with one multiplication. Exact for every dividend below 2^32.
 class Divider {

@@ -1,6 +1,7 @@
 // Rows that travel in float8 and stay so: values go to one row, their scales to another.
 #pragma once
 
+#include "comm/integers.h"
 #include "rows/float8_message.h"
 #include "rows/movers.h"
 #include "rows/terms.h"
@@ -72,7 +73,7 @@ struct EncodeApart {
 // How many values a message of EncodeApart has: rows are cut into as few messages as possible. There is code for two
 // sizes, and a stage has room for the larger.
 JAX_EP_FN int apart_message_values(int hidden) {
-  const int messages = larger(1, (hidden + kApartValues - 1) / kApartValues);
+  const int messages = larger(1, ceil_div(hidden, kApartValues));
   return hidden <= messages * kWireValues ? kWireValues : kApartValues;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "comm/copy.h"
+#include "comm/integers.h"
 #include "rows/direct_sum.h"
 #include "rows/movers.h"
 #include "rows/pack.h"
@@ -17,8 +18,8 @@ constexpr int kSumValues = kPacks * Coop::lanes * kPackValues<T>;
 // How many packs of a batch a lane has. A row of `packs` packs per lane is cut into as few batches as possible, of at
 // most `most` packs and of about one size.
 JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
-  const int batches = (packs + most - 1) / most;
-  return batches ? (packs + batches - 1) / batches : 1;
+  const int batches = ceil_div(packs, most);
+  return batches ? ceil_div(packs, batches) : 1;
 }
 
 // `kPacks`: the most packs of a batch that a lane has.
@@ -29,7 +30,7 @@ class RowSum {
   JAX_EP_FN RowSum(const Coop& coop, bool words, int width = kSumValues<T, kPacks>)
       : coop_(coop),
         words_(words),
-        batch_(even_packs((width + kSumValues<T, 1> - 1) / kSumValues<T, 1>, kPacks) * kSumValues<T, 1>),
+        batch_(even_packs(ceil_div(width, kSumValues<T, 1>), kPacks) * kSumValues<T, 1>),
         stream_(coop, stage_bytes(), words, put_stages() * stage_bytes()),
         writer_(coop, stage_bytes(), words, put_stages()) {}
 

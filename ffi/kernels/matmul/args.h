@@ -123,8 +123,8 @@ struct RowBlocks {
   // One flag is left for the end of a reduction.
   JAX_EP_FN explicit RowBlocks(int rows)
       : rows(rows),
-        block_rows(align_up((rows + kMaxFlags - 2) / (kMaxFlags - 1), kBlockRows)),
-        chunks((rows + block_rows - 1) / block_rows) {}
+        block_rows(align_up(ceil_div(rows, kMaxFlags - 1), kBlockRows)),
+        chunks(ceil_div(rows, block_rows)) {}
 
   JAX_EP_FN int chunk_of(int row) const { return row / block_rows; }
   JAX_EP_FN Range chunk(int row_block) const {

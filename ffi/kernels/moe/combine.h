@@ -18,7 +18,7 @@ namespace jax_ep {
 // them. So a row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
-  const int even = even_packs((row + lanes - 1) / lanes, kRowPacks);
+  const int even = even_packs(ceil_div(row, lanes), kRowPacks);
   return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
@@ -143,12 +143,12 @@ class Combine {
 
   // If rows are few, each is cut into parts, so that all coops have work.
   JAX_EP_FN int parts_of_a_row(int rows, int coops) const {
-    const int batches = (args_.hidden + kSumValues<T> - 1) / kSumValues<T>;
+    const int batches = ceil_div(args_.hidden, kSumValues<T>);
     return larger(1, smaller(batches, coops / larger(1, rows)));
   }
   JAX_EP_FN Range columns(int part, int parts) const {
     if (parts == 1) return {0, args_.hidden};
-    const Range batches = part_of((args_.hidden + kSumValues<T> - 1) / kSumValues<T>, part, parts);
+    const Range batches = part_of(ceil_div(args_.hidden, kSumValues<T>), part, parts);
     return {batches.begin * kSumValues<T>, smaller(batches.end * kSumValues<T>, args_.hidden)};
   }
 

@@ -2,6 +2,7 @@
 // the token's other rows. A user may have changed a routing, so no value of it is used as an index unchecked.
 #pragma once
 
+#include "comm/integers.h"
 #include "comm/op.h"
 #include "comm/push.h"
 #include "comm/signal_pad.h"
@@ -24,11 +25,11 @@ struct TokenSchedule {
   // coops have work to the end of a chunk.
   JAX_EP_FN explicit TokenSchedule(int tokens, int sources = 0, int coops = 1)
       : tokens(tokens),
-        chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, (tokens + kMaxChunks - 1) / kMaxChunks)),
-        chunks(larger(1, (tokens + chunk_tokens - 1) / chunk_tokens)),
+        chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, ceil_div(tokens, kMaxChunks))),
+        chunks(larger(1, ceil_div(tokens, chunk_tokens))),
         batch_tokens(larger(1, smaller(kBatchTokens, smaller(chunk_tokens, tokens) * sources / coops))) {}
 
-  JAX_EP_FN int batches() const { return (smaller(chunk_tokens, tokens) + batch_tokens - 1) / batch_tokens; }
+  JAX_EP_FN int batches() const { return ceil_div(smaller(chunk_tokens, tokens), batch_tokens); }
   JAX_EP_FN int chunk_of(int token) const { return token / chunk_tokens; }
   JAX_EP_FN Range chunk(int index) const { return {index * chunk_tokens, smaller((index + 1) * chunk_tokens, tokens)}; }
   JAX_EP_FN Range batch(int chunk_index, int index) const {
