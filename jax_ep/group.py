@@ -125,9 +125,8 @@ class Group:
             refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
         if not ffi.is_built(self.platform):
-            built = tuple(filter(ffi.is_built, ffi.PLATFORMS))
             refusal = (
-                f"no jax_ep library is built for platform {self.platform!r} (built: {built}); "
+                f"no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
                 "install jax_ep on a machine with its compiler, or pass implementation='xla'"
             )
             return Backend(ranks, None, refusal)

@@ -47,6 +47,10 @@ def is_built(platform: str) -> bool:
     return platform in PLATFORMS and importlib.util.find_spec(f"_jax_ep_{platform}") is not None
 
 
+def built_platforms() -> tuple[str, ...]:
+    return tuple(platform for platform in PLATFORMS if is_built(platform))
+
+
 def loaded_libraries() -> list[ModuleType]:
     """Also libraries of another version, which `library` refuses."""
     names = (f"_jax_ep_{platform}" for platform in PLATFORMS)
