@@ -180,13 +180,15 @@ void Group::give_up(RankSlot rank_slot, GroupError error) {
 void Group::raise_abort(RankSlot rank_slot, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;  // the signal pads may be another group's by now
-  signal_device(device_of(rank_slot), &signal_pad({rank_slot.line, rank})->abort, static_cast<uint8_t>(culprit + 1));
+  const uint64_t value = culprit + 1;
+  copy_array(device_of(rank_slot), &signal_pad({rank_slot.line, rank})->abort, &value, 1);
 }
 
 void Group::raise_acknowledged(RankSlot rank_slot, int peer) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;
-  signal_device(device_of(rank_slot), &signal_pad(rank_slot)->acknowledged[peer], 1);
+  const uint64_t value = 1;
+  copy_array(device_of(rank_slot), &signal_pad(rank_slot)->acknowledged[peer], &value, 1);
 }
 
 std::optional<RankSlot> Group::find_rank_slot(int ordinal) const {

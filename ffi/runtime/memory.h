@@ -23,11 +23,8 @@ void await_devices(const std::vector<int>& ordinals);
 // Clears memory of a device, and waits for it.
 void clear_on_device(int ordinal, void* memory, std::size_t bytes);
 
-// Sets a word for which kernels may be waiting. The old value must fit into a byte.
-void signal_device(int ordinal, uint64_t* word, uint8_t value);
-
 // Copies 64-bit words from or to memory that the device reaches, without waiting for kernels. Each word is copied
-// whole, as kernels may use the memory meanwhile. Any thread may call. Throws std::runtime_error.
+// whole, as kernels may use the memory or wait for a word meanwhile. Any thread may call. Throws std::runtime_error.
 void copy_whole_words(int ordinal, void* to, const void* from, std::size_t words);
 template <class T>
 void copy_array(int ordinal, T* to, const T* from, std::size_t count) {

@@ -21,8 +21,6 @@ std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t) {
 
 void clear_on_device(int, void* memory, std::size_t bytes) { std::memset(memory, 0, bytes); }
 
-void signal_device(int, uint64_t* word, uint8_t value) { __atomic_store_n(word, uint64_t{value}, __ATOMIC_RELEASE); }
-
 void copy_whole_words(int, void* to, const void* from, std::size_t words) {
   for (std::size_t i = 0; i < words; ++i)
     __atomic_store_n(static_cast<uint64_t*>(to) + i,

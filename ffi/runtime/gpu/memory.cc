@@ -97,12 +97,6 @@ void await_devices(const std::vector<int>& ordinals) {
   }
 }
 
-void signal_device(int ordinal, uint64_t* word, uint8_t value) {
-  const gpu::DeviceScope scope(ordinal);
-  const gpu::CaptureAllowsAll capture;
-  gpu::check(gpu::fill(word, value, 1), "writing to a signal pad");
-}
-
 std::shared_ptr<void> allocate_on_host(std::size_t bytes, int64_t owner) {
   void* memory = free_list().take({owner, FreeList::kHost, bytes});
   if (!memory) memory = make_on_host(bytes);
