@@ -38,16 +38,12 @@ class Tiling(NamedTuple):
     stages: int = 3
 
 
-def row_tiling(
-    rows: int, columns: int, depth: int, groups: int, products: int, dtype: Any, *, gathers: bool = False
-) -> Tiling:
+def row_tiling(rows: int, columns: int, depth: int, groups: int, products: int, dtype: Any) -> Tiling:
     """For `grouped_matmul`: tiles no higher than an average group, rounded up to a power of two.
 
     The widest tiles are the fastest on an H200 (`bench matmul --by pallas`), and fit 99 KiB of shared memory.
     """
-    # Gathered float16 rows: on an H200 (jax 0.11.2) tiles of 128 x 256 gave wrong products, lower tiles right ones.
-    most = 64 if gathers and dtype == jnp.float16 else 128
-    high = min(most, _power_of_two(pl.cdiv(rows, groups)))
+    high = min(128, _power_of_two(pl.cdiv(rows, groups)))
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling(high, min(64, _power_of_two(columns)), min(32, _power_of_two(depth)), 4)
     if high == 128 and products == 1 and columns > 128:
@@ -121,8 +117,8 @@ def grouped_matmul(
     groups = group_sizes.shape[0]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
+    tiling = tiling or row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype)
     gathers = [] if indices is None else [indices]
-    tiling = tiling or row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype, gathers=bool(gathers))
     lhs, *rest = vary_alike(lhs, *rhs, *gathers, *_tiles(group_sizes, rows, tiling.rows))
     tiles = rest[-1].shape[0]
     body = partial(
@@ -285,7 +281,7 @@ def _row_tile(
         if rows.outside is None:
             triton.store(at, values.astype(ref.dtype), mask=mask)
             continue
-        # A select of the sums may have lost their last multiply there (see row_tiling).
+        # A select of the sums lost their last multiply (float16, tiles of 128 x 256, an H200 with jax 0.11.2).
         outside = rows.outside[:, None]
         triton.store(at, values.astype(ref.dtype), mask=mask & ~outside)
         triton.store(at, jnp.full(mask.shape, jnp.nan, ref.dtype), mask=mask & outside)
