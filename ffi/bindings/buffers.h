@@ -62,6 +62,12 @@ struct CallBuffers {
   }
 };
 
+// What is wrong if a result is not in the memory of the operand whose values it begins as.
+inline std::optional<std::string> compare_places(const char* name, ffi::AnyBuffer operand, ffi::AnyBuffer result) {
+  if (operand.untyped_data() == result.untyped_data() || result.size_bytes() == 0) return std::nullopt;
+  return std::string(name) + " must be the operand that it updates, in place: the program has no such alias";
+}
+
 // How many operands and results a call has.
 struct BufferCounts {
   size_t operands, results;
@@ -95,8 +101,8 @@ std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args
     if (!spec.present || spec.use == Use::scratch) return;
     const ffi::AnyBuffer buffer = spec.use == Use::operand ? *operand++ : *result++;
     if (!error) error = compare(spec, buffer, where);
-    if (spec.use == Use::updated && (*origin++).untyped_data() != buffer.untyped_data() && spec.bytes() > 0 && !error)
-      error = std::string(spec.name) + " must be the operand that it updates, in place: the program has no such alias";
+    if (spec.use == Use::updated && !error) error = compare_places(spec.name, *origin, buffer);
+    origin += spec.use == Use::updated;
     set_pointer(&(args->*member), buffer.untyped_data());
   });
   if (error || workspace_bytes == 0) return error;

@@ -9,7 +9,12 @@ namespace jax_ep {
 namespace {
 
 // The results are the operands, in place. So a mark comes after what makes them, and before what takes them.
-ffi::Error execute_mark(Call call, ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary attributes) {
+ffi::Error execute_mark(Call call, ffi::RemainingArgs arguments, ffi::RemainingRets returned,
+                        ffi::Dictionary attributes) {
+  const CallBuffers buffers(arguments, returned);
+  for (size_t i = 0; i < buffers.results.size(); ++i)
+    if (const auto error = compare_places("what is marked", buffers.operands[i], buffers.results[i]))
+      return {ffi::ErrorCode::kInvalidArgument, *error};
   const Attributes settings(attributes);
   const Caller caller = find_caller(call, settings.integer("group"));
   if (caller.error) return *caller.error;

@@ -166,14 +166,12 @@ def call(
     def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [type_of(result, operands) for result in types]
         called = jax.ffi.ffi_call(f"jax_ep_{name}", results, input_output_aliases=aliases)
-        return called(*operands, **attributes)[: len(names)]
+        if updated is not None:
+            operands = (*operands[:-1], _unfused(operands[-1]))
+        returned = called(*operands, **attributes)[: len(names)]
+        return returned if ranks is None else _unfused(returned)
 
-    returned = sequential_vmap(one_call)(*operands)
-    if ranks is not None and ranks.platform != "cpu":
-        # In a `jax.lax.scan` with a gradient, XLA:GPU fuses a call with the update of the stacked array that takes one
-        # of its results, and runs the call again for the other results. The barrier prevents that.
-        returned = jax.lax.optimization_barrier(returned)
-    return dict(zip(names, returned, strict=True))
+    return dict(zip(names, sequential_vmap(one_call)(*operands), strict=True))
 
 
 def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[jax.Array]:
@@ -190,7 +188,17 @@ def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[
         vmap_method="broadcast_all",
     )
     attributes = {"group": np.int64(ranks.id), "site": text, "begins": begins, "release": __version__}
-    return jax.lax.optimization_barrier(called(*arrays, **attributes))  # as in `call`
+    return _unfused(called(*_unfused(arrays), **attributes))
+
+
+def _unfused(arrays: Any) -> Any:
+    """Operands that a call updates, or results of a call.
+
+    In a loop, XLA:GPU fuses a call with the slice that makes an operand, and the call loses its alias. XLA:GPU also
+    fuses a call with the update of the stacked array that takes one of its results, and runs the call again for the
+    other results. A barrier prevents both.
+    """
+    return jax.lax.optimization_barrier(arrays)
 
 
 def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
