@@ -44,13 +44,16 @@ def test_signature_is_that_of_jax() -> None:
 
 
 ALL_DTYPES = sorted({np.dtype(x) for x in vars(jnp).values() if isinstance(x, type(jnp.int8))}, key=str)
+NOT_GATHERED_BY_XLA = ("float8_e3m4", "float8_e4m3")  # jaxlib 0.11.2
 NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\w+", str(dtype))]
 
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
-def test_dtypes(dtype: np.dtype, program: Any, rng: np.random.Generator) -> None:
+def test_dtypes(dtype: np.dtype, implementation: Implementation, program: Any, rng: np.random.Generator) -> None:
     """All that jax has, bit by bit."""
+    if jax.default_backend() == "gpu" and implementation == "xla" and str(dtype) in NOT_GATHERED_BY_XLA:
+        pytest.skip("XLA has no all-gather of this dtype on GPUs")
     slices = draw_slices(rng, each=1)
     operand, output = rng.integers(0, 2, (2, SIZE, ROWS, 5)).astype(dtype)
     with jax.enable_x64(True):
