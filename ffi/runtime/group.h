@@ -163,8 +163,8 @@ class Group {
   GroupError describe(const RankReport& reported) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
-  int differing_rank(int line, const Report& report) const;
-  GroupError mismatch(int line, const Report& report, int other) const;
+  std::optional<std::pair<int, int>> differing_ranks(int line, const Report& report) const;
+  GroupError mismatch(int line, const Report& report, int rank, int other) const;
   int silent_rank(int line, const Report& report) const;
   std::string progress(int line, int rank, uint64_t epoch) const;
   struct SeenSignalPad {

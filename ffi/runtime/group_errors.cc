@@ -231,19 +231,26 @@ std::string Group::progress(int line, int rank, uint64_t epoch) const {
   return "it has not begun this op" + (last.empty() ? "" : "; its last was " + last) + process;
 }
 
-// A rank that called something else in the op of the report; -1 if there is none.
-int Group::differing_rank(int line, const Report& report) const {
-  const std::optional<OpRecord> mine = record(line, report.rank, report.epoch);
-  for (int rank = 0; mine && rank < size(); ++rank) {
-    const std::optional<OpRecord> theirs = record(line, rank, report.epoch);
-    if (theirs && std::memcmp(&theirs->signature, &mine->signature, sizeof(Signature)) != 0) return rank;
+// Two ranks that called different things in the op of the report, if there are. The first is the rank of the report, or
+// any other if that rank began when the group had failed: then it has no record.
+std::optional<std::pair<int, int>> Group::differing_ranks(int line, const Report& report) const {
+  int first = report.rank;
+  std::optional<OpRecord> known = record(line, first, report.epoch);
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::optional<OpRecord> other = record(line, rank, report.epoch);
+    if (!other) continue;
+    if (!known) {
+      first = rank;
+      known = other;
+    }
+    if (std::memcmp(&other->signature, &known->signature, sizeof(Signature)) != 0) return {{first, rank}};
   }
-  return -1;
+  return std::nullopt;
 }
 
-GroupError Group::mismatch(int line, const Report& report, int other) const {
+GroupError Group::mismatch(int line, const Report& report, int rank, int other) const {
   return {ErrorKind::mismatch,
-          describe_op(line, report.rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(report.rank) +
+          describe_op(line, rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(rank) +
               ", but " + describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
               ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
 }
@@ -254,7 +261,7 @@ GroupError Group::describe(const RankReport& reported) const {
   const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
   const long long expected = report.expected, seen = report.seen;
   if (is_fatal(report.failure))  // whatever this rank saw of it first
-    if (const int other = differing_rank(line, report); other >= 0) return mismatch(line, report, other);
+    if (const auto ranks = differing_ranks(line, report)) return mismatch(line, report, ranks->first, ranks->second);
   switch (report.failure) {
     case Failure::timeout: {
       const int culprit = silent_rank(line, report);
@@ -271,7 +278,7 @@ GroupError Group::describe(const RankReport& reported) const {
                       report.rank, report.peer);
       return {ErrorKind::peer_lost, op + text};
     case Failure::mismatch:
-      return mismatch(line, report, report.peer);
+      return mismatch(line, report, report.rank, report.peer);
     case Failure::capacity:
       std::snprintf(text, sizeof(text),
                     "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
