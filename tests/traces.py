@@ -16,7 +16,7 @@ ORDER = {  # of dispatch two: ranks exchange counts, or all that few tokens chos
     "|(post )?((count (post )?)?wait count layout (place )?)?"
     "wait (send )?(wait (pad )+)?wait (expand )?(wait expand )*",
     "combine": "(post )?(send )?wait send (wait reduce )*",
-    "scatter": "(post )?wait (send )?(pad )?(wait expand )*",
+    "scatter": "(post )?(wait (send )?)?(pad )?(wait expand )*",
     "ragged_all_to_all": "(post )?wait (send )?wait ",
 }
 
