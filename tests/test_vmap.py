@@ -15,6 +15,7 @@ from matmul_cases import OPS
 
 import jax_ep
 from jax_ep import Group, Implementation, SparseRows
+from jax_ep._kit import gemm
 
 SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN = 2, 8, 3, 4, 2, 16
 
@@ -141,21 +142,37 @@ SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
 }
 
 
+def of_spread_batch(case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> Any:
+    """The function of an element, the function of a batch over another axis of the mesh, and the operands."""
+    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
+    function, shapes = SPMD_CASES[case]
+    ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
+    floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
+    if case in OPS:
+        floats = [x.astype(jnp.bfloat16) for x in floats]
+    body = partial(function, group, implementation)
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return mapped, jax.vmap(mapped, spmd_axis_name="dp"), (ids, *floats)
+
+
+@pytest.mark.parametrize("case", ["gradient of the layer", "gradient of gathered rows"])
+def test_a_spread_batch_of_products_by_kernels(
+    case: str, monkeypatch: pytest.MonkeyPatch, open_group: OpenGroup, rng: np.random.Generator
+) -> None:
+    """The choice of kernels by platform is batched, too. It is only traced: a CPU has no such kernels."""
+    monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda",))
+    _, spread, operands = of_spread_batch(case, "ffi", open_group, rng)
+    assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", SPMD_CASES)
 def test_a_batch_that_is_spread(
     case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
 ) -> None:
     """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
-    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
-    function, shapes = SPMD_CASES[case]
-    body = partial(function, group, implementation)
-    ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
-    floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
-    if case in OPS:
-        floats = [x.astype(jnp.bfloat16) for x in floats]
-    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
-    spread = helpers.fetch(jax.jit(jax.vmap(mapped, spmd_axis_name="dp"))(ids, *floats))
+    mapped, spread, (ids, *floats) = of_spread_batch(case, implementation, open_group, rng)
+    spread = helpers.fetch(jax.jit(spread)(ids, *floats))
     alone = jax.jit(mapped)
     each = [helpers.fetch(alone(ids[i], *(x[i] for x in floats))) for i in range(len(ids))]
     for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):

@@ -1,17 +1,31 @@
-"""For ops that take a batch (`jax.vmap`) of all operands or of none, such as `jax.lax.ragged_dot`."""
+"""What ops do of a batch (`jax.vmap`)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_ep._kit import vary
 
 
+def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.lax.platform_dependent` as a function of the operands. A batch is one call after the other.
+
+    JAX cannot batch the choice itself if operands vary over a `spmd_axis_name`.
+    """
+    return sequential_vmap(partial(jax.lax.platform_dependent, **platforms, default=default))
+
+
 def batched_alike(*operands: Any) -> tuple[Any, ...]:
-    """The operands, pytrees. If one of their arrays is batched, all are, along their first axis."""
+    """The operands, pytrees. If one of their arrays is batched, all are, along their first axis.
+
+    For ops such as `jax.lax.ragged_dot`, which take a batch of all operands or of none.
+    """
     arrays, structure = jax.tree.flatten(operands)
     return structure.unflatten(
         _alike_p.bind(x, *(y for j, y in enumerate(arrays) if j != i)) for i, x in enumerate(arrays)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks, gemm, vary
-from jax_ep._kit.batches import batched_alike
+from jax_ep._kit.batches import batched_alike, by_platform
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
@@ -192,7 +192,7 @@ def sum_of_lhs_gradients(
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
     if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
         both = batched_alike(*cotangents, *rhs, group_sizes)
-        return jax.lax.platform_dependent(*both, cuda=kernels.summed_matmul, default=_summed)
+        return by_platform(_summed, cuda=kernels.summed_matmul)(*both)
     first, *second = (lhs_gradient(c, matrix, group_sizes) for c, matrix in zip(cotangents, rhs, strict=True))
     return first + second[0] if second else first
 
@@ -263,13 +263,14 @@ def _by(
     """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
     product_by = _choose(settings, dtype or left.dtype, left, right, group_sizes)
-    if product_by == "core":
-        return partial(jax.lax.platform_dependent, cuda=partial(getattr(kernels, name), **options), default=by_xla)
     if product_by == "xla":
         return by_xla
-    call = partial(getattr(pallas, name), precision=settings.precision, **options)
-    platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
-    return partial(jax.lax.platform_dependent, **platforms, default=by_xla)
+    if product_by == "core":
+        platforms = {"cuda": partial(getattr(kernels, name), **options)}
+    else:
+        call = partial(getattr(pallas, name), precision=settings.precision, **options)
+        platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
+    return by_platform(by_xla, **platforms)
 
 
 def _platforms(settings: ProductSettings) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8, gemm, vary
-from jax_ep._kit.batches import batched_alike
+from jax_ep._kit.batches import batched_alike, by_platform
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.ops.matmul import api, kernels
@@ -149,7 +149,7 @@ def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: 
     operands = batched_alike(*operands)
     if not gemm.has_gemm() or not all(x.size for x in jax.tree.leaves(operands)):
         return by_xla(*operands)
-    return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), cuda=core, default=by_xla)
+    return by_platform(by_xla, cuda=core)(*vary.vary_alike(None, *operands))
 
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 from jax_ep import pallas_kernels
 from jax_ep.ops.matmul.rows import Rows, matrix_and_indices
@@ -17,21 +16,13 @@ def grouped_matmul(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options:
 
 
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    @sequential_vmap
-    def call(lhs: Rows, rhs: Rows, group_sizes: jax.Array) -> jax.Array:
-        (left, at), (right, other_at) = matrix_and_indices(lhs), matrix_and_indices(rhs)
-        return pallas_kernels.grouped_outer(left, right, group_sizes, lhs_indices=at, rhs_indices=other_at, **options)
-
-    return call(lhs, rhs, group_sizes)
+    (left, at), (right, other_at) = matrix_and_indices(lhs), matrix_and_indices(rhs)
+    return pallas_kernels.grouped_outer(left, right, group_sizes, lhs_indices=at, rhs_indices=other_at, **options)
 
 
 def gated_matmul(
     rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, **options: Any
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    @sequential_vmap
-    def call(rows: Rows, group_sizes: jax.Array, *rhs: jax.Array) -> tuple[jax.Array, ...]:
-        matrix, indices = matrix_and_indices(rows)
-        return pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, indices=indices, **options)
-
-    out, *products = call(rows, group_sizes, *rhs)
+    matrix, indices = matrix_and_indices(rows)
+    out, *products = pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, indices=indices, **options)
     return out, tuple(products)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jax_ep import pallas_kernels
 from jax_ep._kit import checks, float8, gemm
+from jax_ep._kit.batches import by_platform
 from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 
@@ -81,7 +82,7 @@ def _to_float8_on_hopper(weights: jax.Array) -> Float8Weights:
         found = pallas_kernels.quantize_matrices(weights.reshape(-1, *weights.shape[-2:]))
         return Float8Weights(*(x.reshape(*groups, *x.shape[1:]) for x in found))
 
-    return jax.lax.platform_dependent(weights, cuda=by_kernel, default=float8.weights_to_float8)
+    return by_platform(float8.weights_to_float8, cuda=by_kernel)(weights)
 
 
 _to_float8_on_hopper.defjvp(partial(jax.jvp, float8.weights_to_float8))
