@@ -87,12 +87,11 @@ def _begun(participants: Participants, text: str, operands: Any) -> Any:
     if not participants.compares:
         return operands
     words = _encoded(text)
-    rank = jax.lax.axis_index(participants.mesh.axis_names)
     [mine] = vary_alike(participants.axis_name, _called(lambda *_: words, words, *_firsts(operands)))
     everyone = jax.lax.all_gather(mine, participants.axis_name, to="invarying")
     refuse = partial(_refuse, participants)
     agreed = jax.lax.cond(
-        (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, rank, everyone), lambda: everyone[0, 0] * 0
+        (everyone != everyone[0]).any(), lambda: _called(refuse, _ZERO, everyone), lambda: everyone[0, 0] * 0
     )
     return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), operands)
 
@@ -129,11 +128,11 @@ def _encoded(text: str) -> np.ndarray:
     return np.frombuffer(start + hashlib.sha256(given).digest()[:_HASH_BYTES], np.int32)
 
 
-def _refuse(participants: Participants, rank: np.ndarray, everyone: np.ndarray) -> np.ndarray:
+def _refuse(participants: Participants, everyone: np.ndarray) -> np.ndarray:
     numbers = np.asarray(everyone)
     differs = (numbers != numbers[0]).any(axis=1)
     if differs.any():  # under jax.vmap both branches of a cond run
-        participants.progress.refuse(int(rank))
+        participants.progress.refuse()
         other = int(np.argmax(differs))
         first, second = (
             row.tobytes()[:_TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for row in numbers[[0, other]]

@@ -1,4 +1,4 @@
-"""Where the processes of a group across nodes are: how many ops each has begun and ended, and the last one's name.
+"""Where the processes of a group across nodes are: how many ops each has begun, which have ended, the last one's name.
 
 XLA's collectives wait for ever for a process that lives and does not join them. Therefore each rank marks the
 beginning and the end of each op (`agreement`), and heartbeats carry the marks. If an op does not end within the group's
@@ -6,7 +6,6 @@ timeout, its process compares the marks. The reason is a process that has begun 
 begun another op in place of this one.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,30 +15,30 @@ from jax_ep.runtime.heartbeat import CLOSED, OPEN, GroupPart, Readings
 
 class Marks(NamedTuple):
     begun: int = 0  # ops
-    ended: int = 0
+    ended: int = 0  # the last of them that has ended
     last: str = ""  # what was begun last
 
 
 class Progress:
-    """The marks of this process: the most ops that a rank of it has begun, the fewest that a rank has ended.
+    """The marks of this process: of the rank that has begun most ops, and the op to which all of its ranks have ended.
 
     Args:
       read: `NativeGroup.marks`.
     """
 
     def __init__(self, read: Callable[[], Sequence[tuple[int, int, str]]] = tuple):
-        self._read, self._last, self._refused = read, Marks(), Counter[int]()
+        self._read, self._last, self._refused = read, Marks(), 0
 
-    def refuse(self, rank: int) -> None:
-        """An op that a rank has begun will not be run."""
-        self._refused[rank] += 1
+    def refuse(self) -> None:
+        """The op that was begun last will not be run."""
+        self._refused = max((begun for begun, _, _ in self._read()), default=0)
 
     @property
     def marks(self) -> Marks:
         """Those of a closed group are its last ones."""
         if ranks := self._read():
-            refused = max(self._refused.values(), default=0)
-            self._last = Marks(max(ranks)[0], min(ended for _, ended, _ in ranks) + refused, max(ranks)[2])
+            begun, _, last = max(ranks)
+            self._last = Marks(begun, max(min(ended for _, ended, _ in ranks), self._refused), last)
         return self._last
 
 
