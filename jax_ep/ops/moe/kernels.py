@@ -68,25 +68,24 @@ def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Arr
 def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if exchanges_nothing(group):
         return _combine_locally(group, expert_outputs, routing, weights)
-    return _combine(group, expert_outputs, weights, routing, weighted=True)["combined"]
+    return _combine(group, expert_outputs, routing, weights=weights)["combined"]
 
 
-def ffi_return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+def ffi_return_rows(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if exchanges_nothing(group):
-        return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
-    called = _combine(group, rows, weights, routing, weighted=False)
+        return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
+    called = _combine(group, rows, routing, scalars=scalars)
     return called["combined"], called["returned"]
 
 
 def _combine(
-    group: Group, rows: jax.Array, weights: jax.Array, routing: Routing, *, weighted: bool
+    group: Group, rows: jax.Array, routing: Routing, weights: jax.Array | None = None, scalars: jax.Array | None = None
 ) -> dict[str, jax.Array]:
-    """The sums of rows times `weights` if `weighted`; otherwise of rows alone, and `weights` are returned."""
     return ffi.call(
         "combine",
         rows,
-        weights,
+        *(each for each in (weights, scalars) if each is not None),
         routing.targets,
         routing.row_of,
         ranks=group._ranks,
@@ -95,8 +94,8 @@ def _combine(
         top_k=routing.targets.shape[1],
         hidden=rows.shape[1],
         capacity=rows.shape[0],
-        weighted=weighted,
-        returning=not weighted,
+        weighted=weights is not None,
+        returning=scalars is not None,
     )
 
 
