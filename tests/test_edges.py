@@ -1,5 +1,6 @@
 """dispatch and combine of nothing: no tokens, no experts chosen, no values in a row; and ids that no table has."""
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -20,6 +21,8 @@ from jax_ep import (
     moe_mlp,
     sparse_all_reduce,
 )
+from jax_ep.ops.moe import kernels, path
+from jax_ep.ops.moe.types import DispatchConfig, worst_case_capacity
 
 SIZE, EXPERTS = 2, 4
 
@@ -71,6 +74,27 @@ def test_nothing(
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
     for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
         np.testing.assert_array_equal(gradient.reshape(operand.shape), np.zeros_like(operand))
+
+
+@pytest.mark.parametrize("shape", [(5, 0, 16), (0, 2, 16), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"expand": False}, {"alignment": 8}], ids=str)
+def test_nothing_on_one_gpu(
+    shape: Shape, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """What a group of one GPU does, on the CPU: nothing is exchanged."""
+    monkeypatch.setattr("test_edges.SIZE", 1)
+    for module in (path, kernels):
+        monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: True)
+    test_nothing(shape, options, "ffi", rng)
+
+
+def test_whether_ids_may_overflow() -> None:
+    """The default capacity holds any ids of a group of one rank, also with alignment."""
+    for tokens, top_k, experts, alignment in ((64, 1, 64, 8), (5, 2, 4, 3), (1, 1, 100, 128)):
+        rows = worst_case_capacity(1, tokens, top_k, experts, alignment)
+        config = DispatchConfig(1, experts, rows, alignment, None, drop=False)
+        assert path.always_fits(config, tokens * top_k)
+        assert not path.always_fits(dataclasses.replace(config, capacity=rows - alignment), tokens * top_k)
 
 
 @pytest.mark.parametrize(

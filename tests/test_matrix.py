@@ -20,8 +20,7 @@ from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
 from test_nodes import over
 
 from jax_ep import CapacityError, Group
-from jax_ep.ops.moe import api
-from jax_ep.ops.moe.types import DispatchConfig
+from jax_ep.ops.moe import kernels, path
 
 STEPS, BATCH = 2, 2
 SHARE = 6  # of which one runs without --nightly
@@ -232,10 +231,6 @@ def test_numbers(
     assert_near(actual, wanted, amplified * matrix_forms.unit_of_error(form))
 
 
-def as_on_one_gpu(group: Group, config: DispatchConfig, assignments: int) -> bool:
-    return not config.expand and config.wire is None and (config.drop or config.capacity >= assignments)
-
-
 @pytest.mark.parametrize(
     ("op", "name", "transformation"), list(cases(IN_PLACE, ("grad", "remat dispatch", "scan", "vmap", "jvp")))
 )
@@ -243,7 +238,8 @@ def as_on_one_gpu(group: Group, config: DispatchConfig, assignments: int) -> boo
 def test_in_place(op: str, name: str, transformation: str, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a group of one GPU, whose rows stay where they are, on the CPU."""
     monkeypatch.setattr(helpers, "largest_size", lambda: 1)
-    monkeypatch.setattr(api, "stays_in_place", as_on_one_gpu)
+    for module in (path, kernels):
+        monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: group.size == 1)
     test_numbers(op, name, transformation, rng, monkeypatch)
 
 
@@ -293,7 +289,7 @@ def oracle_of(
 def assert_near(actual: Result, wanted: Result, unit: float) -> None:
     """`unit` of the length of each array."""
     assert jax.tree.structure(actual) == jax.tree.structure(wanted)
-    for (path, found), right in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
+    for (where, found), right in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
         error, length = np.linalg.norm(helpers.wide(found) - right), np.linalg.norm(right)
-        assert length > 0, path
-        assert error <= unit * length, (jax.tree_util.keystr(path), error / length)
+        assert length > 0, where
+        assert error <= unit * length, (jax.tree_util.keystr(where), error / length)

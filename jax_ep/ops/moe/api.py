@@ -1,7 +1,7 @@
 """dispatch and combine: tokens to the ranks that own their experts, and the weighted sum of the answers back.
 
-Both are linear in their float operands and each is the other's backward, up to the routing weights:
-dispatch's backward sums cotangent rows per token, combine's backward sends the cotangent along the same routing.
+Up to the routing weights each is the other's backward: dispatch's backward sums cotangent rows per token, combine's
+backward sends the cotangent along the same routing.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kern
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
-from jax_ep.ops.moe.routing import dispatch_in_place, may_land, stays_in_place
+from jax_ep.ops.moe.path import path_of, unexpanded
+from jax_ep.ops.moe.routing import dispatch_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
 from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
@@ -97,8 +98,8 @@ def dispatch(
       expand: if False, a rank stores a token once, even if several of the rank's experts have it. `indices` [C] says
         which of `rows` is each row of the products, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ...,
         lhs_indices=indices)`. In one node with R * T < C, token t of rank s is row s * T + t, and rows of tokens
-        without an expert here hold anything; in a group of one GPU `rows` is `tokens`. With nodes, or R * T >= C,
-        rows are expanded, and `indices` is arange(C).
+        without an expert here hold anything; on one GPU `rows` is `tokens`, without `wire` and if nothing can overflow.
+        With nodes, or R * T >= C, rows are expanded, and `indices` is arange(C).
       on_overflow: what happens if a rank would receive more than C rows. "raise": `CapacityError`, and nothing is
         delivered. "drop": the rank divides its rows among its experts by max-min fairness, in steps of `alignment`,
         and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
@@ -138,10 +139,9 @@ def dispatch(
         note_same_tokens(logging.INFO, op, group.size, "sends all of them")
     if expand:
         return run_dispatch(call, *operands)
-    if may_land(call, tokens.shape[0]):
-        config = dataclasses.replace(call.config, expand=False)
-        return run_dispatch(call._replace(config=config), *operands)
-    out = run_dispatch(call, *operands)
+    out = run_dispatch(unexpanded(call, tokens.shape[0]), *operands)
+    if out.routing.indices is not None:
+        return out
     [indices] = vary.vary_alike(group.axis_name, jnp.arange(call.config.capacity, dtype=jnp.int32))
     return out._replace(routing=dataclasses.replace(out.routing, indices=indices))
 
@@ -178,9 +178,10 @@ def combine(
 
 def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
     group, config, num_tokens = call.group, call.config, tokens.shape[0]
-    if group.intranode is None and call.by_kernels:
-        if stays_in_place(group, config, expert_ids.size):
-            return dispatch_in_place(config, tokens, expert_ids, weights)
+    path = path_of(call, expert_ids.size)
+    if path == "in place":
+        return dispatch_in_place(config, tokens, expert_ids, weights)
+    if path == "kernels":
         return intranode_dispatch(group, config, tokens, expert_ids, weights)
     agreement = Agreement(
         group._participants,
@@ -195,7 +196,7 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
         **dataclasses.asdict(config),
     )
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
-    if group.intranode is not None:
+    if path == "nodes":
         out = internode_dispatch(call, tokens, expert_ids, weights)
     else:
         out, needed = xla_dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
@@ -207,10 +208,18 @@ def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, w
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     if by_kernels and not isinstance(routing, NodeRouting):
         return intranode_combine(group, expert_outputs, routing.weights, routing)
-    (capacity, hidden), (came, top_k) = expert_outputs.shape, routing.targets.shape
-    chunks = min(routing.chunks, came) if isinstance(routing, NodeRouting) else 1
-    settings = {"capacity": capacity, "hidden": hidden, "dtype": expert_outputs.dtype, "came": came, "top_k": top_k}
-    agreement = Agreement(group._participants, "combine", **settings, chunks=chunks, by_kernels=by_kernels)
+    (capacity, hidden), (received, top_k) = expert_outputs.shape, routing.targets.shape
+    agreement = Agreement(
+        group._participants,
+        "combine",
+        capacity=capacity,
+        hidden=hidden,
+        dtype=expert_outputs.dtype,
+        received_tokens=received,
+        top_k=top_k,
+        chunks=min(routing.chunks, received) if isinstance(routing, NodeRouting) else 1,
+        by_kernels=by_kernels,
+    )
     expert_outputs, routing = agreement.enter((expert_outputs, routing))
     if isinstance(routing, NodeRouting):
         combined = internode_combine(group, expert_outputs, routing, by_kernels=by_kernels)

@@ -62,28 +62,28 @@ def validated(
         raise ValueError(f"{op}: num_experts must be a multiple of the group's size {group.size}, got {num_experts}")
     if num_experts > ffi.MAX_EXPERTS:
         raise ValueError(f"{op}: num_experts must be at most {ffi.MAX_EXPERTS}, got {num_experts}")
-    rows, local_experts = group.size * num_tokens * top_k, num_experts // group.size
-    if rows + local_experts * alignment >= 2**31:  # kernels count in int32
+    assignments, local_experts = group.size * num_tokens * top_k, num_experts // group.size
+    if assignments + local_experts * alignment >= 2**31:  # kernels count in int32
         raise ValueError(
             f"{op}: R * T * K assignments and E / R * alignment rows of padding must be fewer than 2**31, got "
             f"{group.size} * {num_tokens} * {top_k} and {local_experts} * {alignment}"
         )
     sources = 1 if shared_tokens else group.size
-    most = worst_case_capacity(sources, num_tokens, top_k, local_experts, alignment)
-    room = _capacity_in_rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, most)
-    if group.size * room >= 2**31:
+    max_rows = worst_case_capacity(sources, num_tokens, top_k, local_experts, alignment)
+    rows = _capacity_in_rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, max_rows)
+    if group.size * rows >= 2**31:
         given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
-        raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {room}{way_out}")
+        raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {rows}{way_out}")
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
-        raise ValueError(f"{op}: wire={wire!r} needs H to be a multiple of {float8.BLOCK}, got H = {hidden}")
+        raise ValueError(f"{op}: tokens must have a multiple of {float8.BLOCK} columns for wire={wire!r}, got {hidden}")
     nodes = NodeOptions() if nodes is None else nodes
-    to_nodes = _node_tokens(op, nodes, group, num_experts, expert_ids)
+    node_capacity = _node_capacity(op, nodes, group, num_experts, expert_ids)
     by_kernels = runs_kernels(op, group, implementation, num_tokens)
     config = DispatchConfig(
         size=group.size,
         num_experts=num_experts,
-        capacity=room,
+        capacity=rows,
         alignment=alignment,
         wire=wire,
         drop=on_overflow == "drop",
@@ -91,7 +91,7 @@ def validated(
     chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     operands: Any = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
-    return DispatchCall(group, config, to_nodes, chunks, by_kernels), operands
+    return DispatchCall(group, config, node_capacity, chunks, by_kernels), operands
 
 
 def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
@@ -112,20 +112,20 @@ def runs_kernels(op: str, group: Group, implementation: Implementation, num_toke
     return group._resolve(op, implementation, serves_nodes=True) == "ffi" and num_tokens > 0
 
 
-def _capacity_in_rows(op: str, capacity: Any, even: int, alignment: int, most: int) -> int:
+def _capacity_in_rows(op: str, capacity: Any, even: int, alignment: int, max_rows: int) -> int:
     """The capacity in rows.
 
     Args:
       even: the rows that every rank receives under an even load, T * K.
-      most: the most rows that a rank can need.
+      max_rows: the most rows that a rank can need.
     """
     if capacity is None:
-        return most
+        return max_rows
     if isinstance(capacity, float | np.floating):
         if not 0 < capacity < math.inf:
             raise ValueError(f"{op}: capacity as a float must be positive and finite, got {capacity}")
         rows = math.ceil(min(float(capacity), 2.0**31) * even / alignment)  # no rank takes 2^31 rows
-        return min(most, max(1, rows) * alignment)
+        return min(max_rows, max(1, rows) * alignment)
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
         raise TypeError(
             f"{op}: capacity must be an int of rows, a float of times the even load, or None; both known when the op "
@@ -148,7 +148,7 @@ def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
     )  # fmt: skip
 
 
-def _node_tokens(op: str, nodes: Any, group: Group, num_experts: int, expert_ids: jax.Array) -> int | None:
+def _node_capacity(op: str, nodes: Any, group: Group, num_experts: int, expert_ids: jax.Array) -> int | None:
     """The tokens that a rank can send to each node; None if every node gets all."""
     if not isinstance(nodes, NodeOptions):
         raise TypeError(f"{op}: nodes must be a jax_ep.NodeOptions or None, got {checks.describe(nodes)}")

@@ -36,7 +36,7 @@ from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
-from jax_ep.ops.moe.routing import may_land
+from jax_ep.ops.moe.path import unexpanded
 from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
 
@@ -76,25 +76,24 @@ class Operands(NamedTuple):
 def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, and what was counted."""
     tokens, _, _, experts, _ = operands
-    config = call.dispatch.config
+    dispatch = call.dispatch
     if not call.has_own_derivative:
-        rows, sizes, routing = run_dispatch(call.dispatch, *operands[:3])
+        rows, sizes, routing = run_dispatch(dispatch, *operands[:3])
         answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
-        by_kernels = call.dispatch.by_kernels
-        combined = run_combine(call.dispatch.group, answers, weighed_routing, by_kernels=by_kernels)
+        combined = run_combine(dispatch.group, answers, weighed_routing, by_kernels=dispatch.by_kernels)
         return combined, stats_of(routing)
-    shape = (config.capacity, experts.down.shape[1])
+    shape = (dispatch.config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = _zeroes_unused(call)
     # With several ranks, products lose more by gathering than an exchange by expanding (docs/negative-results.md).
-    gathers = config.size == 1 and not (zeroed or call.in_float8) and may_land(call.dispatch, tokens.shape[0])
+    if dispatch.group.size == 1 and not (zeroed or call.in_float8):
+        dispatch = unexpanded(dispatch, tokens.shape[0])
     config = dataclasses.replace(
-        config,
-        wire="float8_rows" if call.in_float8 else config.wire,
+        dispatch.config,
+        wire="float8_rows" if call.in_float8 else dispatch.config.wire,
         zero_unused=zeroed or bool(parameters),  # gradients of parameters add up all rows
-        expand=not gathers,
     )
-    call = call._replace(dispatch=call.dispatch._replace(config=config), unit=unit)
+    call = call._replace(dispatch=dispatch._replace(config=config), unit=unit)
     return _experts(call, operands._replace(parameters=parameters))
 
 

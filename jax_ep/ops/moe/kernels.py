@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
-from jax_ep.ops.moe.routing import add_rows_of_tokens, exchanges_nothing, stays_in_place
+from jax_ep.ops.moe.path import is_alone_on_gpu
+from jax_ep.ops.moe.routing import add_rows_of_tokens
 from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
 
 
@@ -41,8 +42,10 @@ def ffi_dispatch(
 
 
 def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Sends rows [T, H] along a known routing: [capacity, H]. Rows without a token are as in the dispatch, or as in
-    `onto`."""
+    """Sends rows [T, H] along a known routing: [capacity, H].
+
+    Rows without a token are those of `onto`, or as a dispatch leaves them (`DispatchConfig.zero_unused`).
+    """
     config = routing.config
     called = ffi.call(
         "scatter",
@@ -66,15 +69,15 @@ def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Arr
 
 
 def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    if exchanges_nothing(group):
-        return _combine_locally(group, expert_outputs, routing, weights)
+    if is_alone_on_gpu(group):
+        return _combine_locally(expert_outputs, routing, weights)
     return _combine(group, expert_outputs, routing, weights=weights)["combined"]
 
 
 def ffi_return_rows(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
-    if exchanges_nothing(group):
-        return _combine_locally(group, rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
+    if is_alone_on_gpu(group):
+        return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
     called = _combine(group, rows, routing, scalars=scalars)
     return called["combined"], called["returned"]
 
@@ -99,14 +102,12 @@ def _combine(
     )
 
 
-def _combine_locally(group: Group, rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
+def _combine_locally(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
     """`combine` of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
 
     The tokens of a dispatch that failed become NaN.
     """
-    row_of = routing.row_of[0]
-    total = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)
-    if not stays_in_place(group, routing.config, row_of.size):
-        undelivered = routing.targets[:, :1] < -1  # ffi/comm/result.h: is_undelivered
-        total = jnp.where(undelivered, jnp.nan, total)
+    row_of, undelivered = routing.row_of[0], routing.targets < -1  # ffi/comm/result.h: is_undelivered
+    nothing = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)
+    total = jnp.where(undelivered.any(axis=1, keepdims=True), jnp.nan, nothing)
     return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)

@@ -1,7 +1,7 @@
 """Where the assignments of a dispatch lie, and sums of rows by token, in plain jax.numpy.
 
-`implementation="xla"` uses it, a group of one GPU, and the exchange between nodes. Here are also dispatches that move
-nothing: a grouped product reads the tokens through an index list.
+For `implementation="xla"`, a group of one GPU, the exchange between nodes, and layers of shared tokens. Here is also
+the dispatch that moves nothing: a grouped product reads the tokens through an index list.
 """
 
 import dataclasses
@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit.vary import vary_alike
-from jax_ep.group import Group
 from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
-from jax_ep.ops.moe.types import DISPATCHED, DispatchCall, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Dispatched, Routing
 
 _BLOCK = 64  # assignments
 
@@ -64,13 +63,13 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
 
 def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """[S * N] int32: for each of `expert` [S, N], how many of the same expert come before it in row-major order. And
-    [S, experts] int32: how many of each expert are in each line. Experts out of bounds have position 0 and no count.
+    [S, experts] int32: how many of each expert a source has. Experts out of bounds have position 0 and no count.
 
     A counting sort in blocks: all pairs within a block are compared, and the experts of each block are counted.
     """
-    lines, width = expert.shape
+    sources, width = expert.shape
     if width == 0:  # sorted, as jaxlib 0.10 does not compile the gradient of a program that is constant
-        return jnp.sort(expert.reshape(-1)), jnp.zeros((lines, experts), jnp.int32)
+        return jnp.sort(expert.reshape(-1)), jnp.zeros((sources, experts), jnp.int32)
     blocks = -(-width // _BLOCK)
     padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts).reshape(-1, _BLOCK)
     same = padded[:, :, None] == padded[:, None, :]
@@ -81,7 +80,7 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     before = jnp.take_along_axis(ends - of_block, jnp.minimum(padded, experts - 1), axis=1)
     position = jnp.where(padded < experts, before + earlier, 0)
     counts = jnp.diff(ends[blocks - 1 :: blocks], axis=0, prepend=0)
-    return position.reshape(lines, -1)[:, :width].reshape(-1), counts
+    return position.reshape(sources, -1)[:, :width].reshape(-1), counts
 
 
 def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
@@ -107,31 +106,6 @@ def routing_of(
         invalid=count_invalid(expert_ids, config.num_experts),
         config=config,
     )
-
-
-def may_land(call: DispatchCall, num_tokens: int) -> bool:
-    """Whether tokens can stay where they land: the group has one node, and fewer slots than rows."""
-    group = call.group
-    return group.intranode is None and 0 < group.size * num_tokens < call.config.capacity
-
-
-def always_fits(config: DispatchConfig, assignments: int) -> bool:
-    """Whether no ids can overflow the capacity of one rank, even if a token names an expert twice."""
-    padding = config.num_experts * (config.alignment - 1)
-    return config.drop or config.capacity >= assignments + padding
-
-
-def exchanges_nothing(group: Group) -> bool:
-    """Whether a rank is alone on a GPU. On CPUs the protocol always runs."""
-    return group.size == 1 and group.platform != "cpu"
-
-
-def stays_in_place(group: Group, config: DispatchConfig, assignments: int) -> bool:
-    """Whether tokens need not even be copied to slots: one rank, no wire format, and the capacity suffices.
-
-    If ids may overflow the capacity, the dispatch kernel runs, because it reports the overflow.
-    """
-    return exchanges_nothing(group) and not config.expand and config.wire is None and always_fits(config, assignments)
 
 
 def dispatch_in_place(

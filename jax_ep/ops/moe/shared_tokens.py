@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, dense_rows
 from jax_ep.ops.moe.experts import ExpertsCall, Kept, Operands, answers_of, experts_of_tokens, plain_answers, stats_of
-from jax_ep.ops.moe.routing import add_rows_of_tokens, always_fits, count_invalid, dispatch_in_place
+from jax_ep.ops.moe.path import always_fits
+from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
