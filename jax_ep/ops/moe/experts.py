@@ -132,7 +132,7 @@ def stats_of(routing: Routing) -> MoeStats:
     return MoeStats(routing.counts.sum(axis=0, dtype=jnp.int32), routing.dropped, routing.invalid)
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What derivatives need besides cotangents or tangents."""
 
     rows: Rows | Float8Rows  # [C, H], as dispatched: expanded, or where the tokens landed
@@ -145,65 +145,67 @@ class Kept(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _experts(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
-    combined, kept = _forward(call, operands, keep_products=False)
-    return combined, stats_of(kept.routing)
+    combined, residuals = _forward(call, operands, keep_products=False)
+    return combined, stats_of(residuals.routing)
 
 
 @_experts.defjvp
 def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Operands]) -> Any:
-    combined, kept = _forward(call, *primals, keep_products=True)
-    [changes] = tangents
+    combined, residuals = _forward(call, *primals, keep_products=True)
+    [d_operands] = tangents
     d_matrices = {
-        name: None if isinstance(getattr(kept.experts, name), Float8Weights) else getattr(changes.experts, name)
+        name: None if isinstance(getattr(residuals.experts, name), Float8Weights) else getattr(d_operands.experts, name)
         for name in ("gate", "up", "down")
     }
-    changes = changes._replace(expert_ids=None, experts=dataclasses.replace(changes.experts, **d_matrices))
-    d_combined = linear(partial(_tangents, call), partial(_cotangents, call), kept, changes)
-    stats = stats_of(kept.routing)
+    d_operands = d_operands._replace(expert_ids=None, experts=dataclasses.replace(d_operands.experts, **d_matrices))
+    d_combined = linear(partial(_tangents, call), partial(_cotangents, call), residuals, d_operands)
+    stats = stats_of(residuals.routing)
     return (combined, stats), (d_combined, zero_from_primal(stats))
 
 
-def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> tuple[jax.Array, Kept]:
+def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> tuple[jax.Array, Residuals]:
     """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
     rows, sizes, routing = run_dispatch(call.dispatch, *operands[:3])
     if routing.indices is not None:
         rows = GatheredRows(rows, routing.indices)
-    kept = Kept(rows, sizes, routing, (), operands.experts, operands.parameters)
-    answers, products = answers_of(call, kept, operands.tokens.dtype, keep_products=keep_products)
+    residuals = Residuals(rows, sizes, routing, (), operands.experts, operands.parameters)
+    answers, products = answers_of(call, residuals, operands.tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
-    return combined, kept._replace(products=products)
+    return combined, residuals._replace(products=products)
 
 
-def answers_of(call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool) -> tuple[jax.Array, Products]:
+def answers_of(
+    call: ExpertsCall, residuals: Residuals, dtype: Any, *, keep_products: bool
+) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
-    inner, products = _up_and_gate(call, kept, dtype, keep_products=keep_products)
+    inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
     multiply: Any = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
-    answers = multiply(inner, kept.experts.down, kept.sizes)
-    return with_bias(answers, split_biases(kept.experts, kept.experts.biases)[1], kept.sizes), products
+    answers = multiply(inner, residuals.experts.down, residuals.sizes)
+    return with_bias(answers, split_biases(residuals.experts, residuals.experts.biases)[1], residuals.sizes), products
 
 
 def _up_and_gate(
-    call: ExpertsCall, kept: Kept, dtype: Any, *, keep_products: bool
+    call: ExpertsCall, residuals: Residuals, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
     """The unit of the products by gate and up, and these products.
 
     On Hopper one kernel computes all, if the unit is known and has no biases. In float8 the kernel keeps no products,
     and quantizes its result for the product by down.
     """
-    biases, _ = split_biases(kept.experts, kept.experts.biases)
+    biases, _ = split_biases(residuals.experts, residuals.experts.biases)
     multiply: Any = partial(quantize_and_multiply, dtype=dtype) if call.in_float8 else matmul.rows_product
 
     def composed(rows: Any, sizes: jax.Array, *matrices: Any) -> tuple[jax.Array, Products]:
         products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
-        return call.unit(products, biases, sizes, kept.parameters), products if keep_products else ()
+        return call.unit(products, biases, sizes, residuals.parameters), products if keep_products else ()
 
     def composed_to_float8(*operands: Any) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
 
     known = call.unit.known if all(bias is None for bias in biases) else None
-    rows: Any = kept.rows
-    operands, matrices = (rows, kept.sizes), kept.experts.first_matrices
+    rows: Any = residuals.rows
+    operands, matrices = (rows, residuals.sizes), residuals.experts.first_matrices
     if known is not None and not call.in_float8:
         inner, products = matmul.gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
     elif known is not None and not keep_products and dtype == jnp.bfloat16:
@@ -213,14 +215,14 @@ def _up_and_gate(
     return inner, checkpoint_name(products, PRODUCTS)
 
 
-def _tangents(call: ExpertsCall, kept: Kept, changes: Operands) -> jax.Array:
+def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> jax.Array:
     """The tangents of the sums, by the plain chain after the dispatch."""
-    rows, sizes, routing, _, experts, parameters = kept
-    group, d_experts = call.dispatch.group, changes.experts
+    rows, sizes, routing, _, experts, parameters = residuals
+    group, d_experts = call.dispatch.group, d_operands.experts
     if isinstance(rows, GatheredRows):
-        d_rows = dense_rows(dataclasses.replace(rows, matrix=changes.tokens))
+        d_rows = dense_rows(dataclasses.replace(rows, matrix=d_operands.tokens))
     else:
-        d_rows = gradients.scatter(group, changes.tokens, routing)
+        d_rows = gradients.scatter(group, d_operands.tokens, routing)
     names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
 
     def sums(rows: jax.Array, weights: jax.Array, matrices: Any, biases: Any, parameters: Any) -> jax.Array:
@@ -231,15 +233,15 @@ def _tangents(call: ExpertsCall, kept: Kept, changes: Operands) -> jax.Array:
     def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
-    wide = as_array(dense_rows(rows), changes.tokens.dtype)
+    wide = as_array(dense_rows(rows), d_operands.tokens.dtype)
     primals = operands_of(wide, routing.weights, experts, parameters)
-    d_weights = gradients.sent_weights(group, changes.weights, routing)
-    tangents = operands_of(d_rows, d_weights, d_experts, changes.parameters)
+    d_weights = gradients.sent_weights(group, d_operands.weights, routing)
+    tangents = operands_of(d_rows, d_weights, d_experts, d_operands.parameters)
     return jax.jvp(sums, primals, tangents)[1]
 
 
-def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> Operands:
-    rows, sizes, routing, _, experts, _ = kept
+def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) -> Operands:
+    rows, sizes, routing, _, experts, _ = residuals
     group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
 
     d_answers: Rows  # not yet weighed
@@ -249,7 +251,7 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> Operand
         d_answers = gradients.scatter(group, d_combined, routing)
     dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
     weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
-        call, kept, d_answers, row_weights, dtype
+        call, residuals, d_answers, row_weights, dtype
     )
     d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
@@ -277,11 +279,11 @@ def _cotangents(call: ExpertsCall, kept: Kept, d_combined: jax.Array) -> Operand
 
 
 def _unit_cotangents(
-    call: ExpertsCall, kept: Kept, d_answers: Rows, row_weights: jax.Array, dtype: Any
+    call: ExpertsCall, residuals: Residuals, d_answers: Rows, row_weights: jax.Array, dtype: Any
 ) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
     biases and of the unit's parameters."""
-    _, sizes, _, products, experts, parameters = kept
+    _, sizes, _, products, experts, parameters = residuals
 
     def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
         return call.unit(products, biases, sizes, parameters)

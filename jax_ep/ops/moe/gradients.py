@@ -1,16 +1,16 @@
 """The kernels of dispatch and combine with their derivatives, forward and backward.
 
-All are linear in their float operands, and four kernels are each other's transposes:
+All are linear in their rows, and each kernel serves the transpose of another:
 
-| forward op     | its transpose                                      | kernel of the transpose                   |
-|----------------|----------------------------------------------------|-------------------------------------------|
-| dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'  |
-| combine        | `scatter` of the cotangent, then rows are weighed  | scatter: a dispatch of a known routing    |
-| `scatter`      | `return_rows`                                      | combine; the scalars are not used         |
-| `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                   |
+| forward op     | its transpose                                      | kernel of the transpose                    |
+|----------------|----------------------------------------------------|--------------------------------------------|
+| dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'   |
+| combine        | `scatter` of the cotangent, then rows are weighed  | scatter: a dispatch of a known routing     |
+| `scatter`      | `return_rows`                                      | combine; the returned weights are not used |
+| `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                    |
 
-The tangent of dispatch is a `scatter`, the tangent of combine is a combine. If tokens come in chunks, each chunk is a
-call with its part of the routing.
+With expand=False the same kernels run along `Routing.of_slots`. The tangent of dispatch is a `scatter`, the tangent of
+combine is a combine. If tokens come in chunks, each chunk is a call with its part of the routing.
 
 The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
 keeps these names saves a second exchange.
@@ -34,7 +34,7 @@ from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunk
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
 
-    Calls onto the same rows write different rows, so the cotangent of `onto` is the cotangent of the result.
+    Several calls may write into one array. They write different rows, so the cotangent of `onto` is that of the result.
     """
 
     def forward(routing: Routing, operands: Any) -> jax.Array:
@@ -105,30 +105,30 @@ def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Arra
 def intranode_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched:
-    """Runs the kernel without a derivative; `_followed` attaches one."""
+    """Runs the kernel without a derivative; `_with_derivative` attaches one."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
     out = kernels.ffi_dispatch(group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
-    rows, routed_weights = _followed(group, config, tokens, weights, out)
+    rows, routed_weights = _with_derivative(group, config, tokens, weights, out)
     return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _followed(
+def _with_derivative(
     group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
 ) -> tuple[Any, jax.Array]:
     """The floats of a dispatch, without the integers: JAX has no types for tangents of integers."""
     return out.rows, out.routing.weights
 
 
-@_followed.defjvp
-def _followed_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
+@_with_derivative.defjvp
+def _with_derivative_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
     if config.wire == "float8_rows":
         raise TypeError(NO_GRADIENT)
     there, back = (_to_rows, _from_rows) if config.expand else (_to_slots, _from_slots)
-    # Derivatives of this derivative need `_followed` again.
+    # Derivatives of this derivative need `_with_derivative` again.
     tangent = linear(partial(there, group), partial(back, group), primals[2].routing, tuple(tangents[:2]))
-    return _followed(group, config, *primals), tangent
+    return _with_derivative(group, config, *primals), tangent
 
 
 def _to_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

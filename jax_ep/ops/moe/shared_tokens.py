@@ -7,7 +7,15 @@ import jax.numpy as jnp
 
 from jax_ep._kit import vary
 from jax_ep.ops.matmul.rows import GatheredRows, dense_rows
-from jax_ep.ops.moe.experts import ExpertsCall, Kept, Operands, answers_of, experts_of_tokens, plain_answers, stats_of
+from jax_ep.ops.moe.experts import (
+    ExpertsCall,
+    Operands,
+    Residuals,
+    answers_of,
+    experts_of_tokens,
+    plain_answers,
+    stats_of,
+)
 from jax_ep.ops.moe.path import always_fits
 from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
@@ -40,8 +48,8 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
     if gathers:
         rows, sizes, experts = vary.vary_alike(None, rows, sizes, experts)
-        kept = Kept(rows, sizes, routing, (), experts, ())
-        answers, weighed_routing = answers_of(call, kept, tokens.dtype, keep_products=False)[0], routing
+        residuals = Residuals(rows, sizes, routing, (), experts, ())
+        answers, weighed_routing = answers_of(call, residuals, tokens.dtype, keep_products=False)[0], routing
     else:
         answers, weighed_routing = plain_answers(call, dense_rows(rows), sizes, routing, experts)
     nothing = jnp.zeros((num_tokens, answers.shape[1]), jnp.float32)

@@ -25,9 +25,10 @@ NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with 
 class DispatchConfig:
     """The static settings of a dispatch, which its routing keeps.
 
-    `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in the
-    result, in its tangent, and in the cotangent of `combine`. If `expand` is false, a token stays in the slot in which
-    it lands, number `source * T + token` of R T slots, and `Routing.indices` holds the slot of each row.
+    `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
+    `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
+    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Routing.indices` holds the slot
+    of each row.
     """
 
     size: int
