@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .varying import result_type
+from jax_ep.pallas_kernels.varying import result_type
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from .varying import result_type, vary_alike
+from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
 

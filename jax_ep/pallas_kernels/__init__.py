@@ -1,13 +1,13 @@
 """Pallas kernels: arrays in, arrays out; no runtime, no globals."""
 
-from .grouped_matmul import (
+from jax_ep.pallas_kernels.grouped_matmul import (
     ACTIVATIONS as ACTIVATIONS,
     ZERO_ROW as ZERO_ROW,
     ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )
-from .quantize import (
+from jax_ep.pallas_kernels.quantize import (
     BLOCK as BLOCK,
     blocks_to_float8 as blocks_to_float8,
     quantize_matrices as quantize_matrices,
