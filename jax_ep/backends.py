@@ -1,4 +1,4 @@
-"""How the ranks of a group exchange: by kernels, or by XLA's collectives. group.py has the backend of several nodes."""
+"""How the ranks of a group exchange: by kernels, or by XLA's collectives; between nodes, by both."""
 
 import contextlib
 import logging
@@ -8,8 +8,9 @@ from collections.abc import Callable
 from jax_ep import profiling
 from jax_ep._kit.checks import Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
-from jax_ep.errors import JaxEpError, PlatformError
+from jax_ep.errors import JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native
+from jax_ep.runtime.liveness import Liveness
 from jax_ep.runtime.watchdog import Watchdog
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -76,6 +77,44 @@ class KernelBackend(Backend):
         finally:
             self._end()
             self._watchdog.end()
+
+
+class NodesBackend(Backend):
+    """Kernels exchange inside nodes, and XLA's collectives between them.
+
+    Args:
+      inside: of the ranks of each node. `Group` closes it after this one.
+      liveness: of the processes of other nodes; None if all nodes are in this process.
+    """
+
+    def __init__(self, ranks: Ranks, inside: Backend, liveness: Liveness | None):
+        refusal = "groups across nodes need implementation='xla', got 'ffi'"
+        super().__init__(ranks, inside.native, refusal, "its kernels do not leave a node")
+        self._inside, self._liveness = inside, liveness
+        if liveness is not None:
+            self.marked = None if self.native is None else inside.ranks
+            weakref.finalize(self, liveness.release).atexit = False
+
+    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+        if serves_nodes:
+            return self._inside.choose(op, implementation, serves_nodes=True)
+        return super().choose(op, implementation, serves_nodes=False)
+
+    def error(self) -> JaxEpError | None:
+        """The loss of a process of another node, or the error of this node's ranks that it did not cause."""
+        if self._liveness is None:
+            return self._inside.error()
+        if (lost := self._liveness.error()) is not None:
+            return lost
+        error = self._inside.error()
+        if isinstance(error, PeerTimeoutError) and (lost := self._liveness.error(in_vain=True)) is not None:
+            lost.__cause__ = error
+            return lost
+        return error
+
+    def close(self, *, in_order: bool) -> None:
+        if self._liveness is not None:
+            self._liveness.close(in_order=in_order)  # it reads marks of the inner ranks
 
 
 def logged(op: str, implementation: Chosen, why: str) -> Chosen:

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Chosen, Implementation
 from jax_ep._kit.ffi import Ranks
-from jax_ep.backends import Backend, KernelBackend, logged
-from jax_ep.errors import GroupClosedError, JaxEpError, PeerTimeoutError
+from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged
+from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
 from jax_ep.runtime.liveness import Liveness, heartbeat_thread
@@ -120,7 +120,7 @@ class Group:
             except BaseException:
                 inside.close()
                 raise
-            return NodesBackend(ranks, inside, liveness)
+            return NodesBackend(ranks, inside._backend, liveness)
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
@@ -195,6 +195,8 @@ class Group:
         with _open_lock:
             _open.discard(self)
         self._backend.close(in_order=in_order)
+        if self.intranode is not None:
+            self.intranode._close(in_order=in_order)
 
     def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Chosen:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
@@ -262,47 +264,6 @@ class Group:
         text = f"mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r}"
         text += f", nodes={self.nodes}" if self.nodes > 1 else ""
         return f"Group({text}{', closed=True' if self._closed else ''})"
-
-
-class NodesBackend(Backend):
-    """Kernels exchange inside nodes, and XLA's collectives between them.
-
-    Args:
-      intranode: the group of the ranks of each node.
-      liveness: of the processes of other nodes; None if all nodes are in this process.
-    """
-
-    def __init__(self, ranks: Ranks, intranode: Group, liveness: Liveness | None):
-        refusal = "groups across nodes need implementation='xla', got 'ffi'"
-        super().__init__(ranks, intranode._backend.native, refusal, "its kernels do not leave a node")
-        self._intranode, self._liveness = intranode, liveness
-        if liveness is not None:
-            self.marked = None if self.native is None else intranode._ranks
-            weakref.finalize(self, liveness.release).atexit = False
-
-    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
-        if serves_nodes:
-            return self._intranode._resolve(op, implementation)
-        return super().choose(op, implementation, serves_nodes=serves_nodes)
-
-    def error(self) -> JaxEpError | None:
-        """The loss of a process of another node, or the error of this node's group that it did not cause."""
-        lost = None if self._liveness is None else self._liveness.error()
-        if lost is None:
-            try:
-                self._intranode.check()
-            except JaxEpError as error:
-                if self._liveness is not None and isinstance(error, PeerTimeoutError):
-                    lost = self._liveness.error(in_vain=True)
-                if lost is None:
-                    return error
-                lost.__cause__ = error
-        return lost
-
-    def close(self, *, in_order: bool) -> None:
-        if self._liveness is not None:
-            self._liveness.close(in_order=in_order)  # it reads marks
-        self._intranode.close()
 
 
 def check_group(op: str, group: Any) -> None:

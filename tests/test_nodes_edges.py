@@ -15,7 +15,7 @@ from test_heartbeat import Store
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run
 
 from jax_ep import Group, Implementation, NodeOptions, PeerTimeoutError, combine, dispatch
-from jax_ep.group import NodesBackend
+from jax_ep.backends import NodesBackend
 from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime import heartbeat, opening, topology
 from jax_ep.runtime.progress import Progress
@@ -45,7 +45,7 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
 def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between processes: once, whatever is taken of its results, and in whatever transformation. A dispatch whose
     results `jax.checkpoint` keeps may begin again on a GPU."""
-    monkeypatch.setattr(NodesBackend, "marked", property(lambda nodes: nodes._intranode._ranks))
+    monkeypatch.setattr(NodesBackend, "marked", property(lambda nodes: nodes._inside.ranks))
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
     with over(2, 2) as group:
