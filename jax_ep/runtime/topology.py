@@ -6,11 +6,10 @@ its own GPU (as in DeepEP's internode kernels).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -99,25 +98,3 @@ def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> di
         except jax.errors.JaxRuntimeError as error:
             raise PeerTimeoutError(f"Group: process {process} did not say which host it is on: {error}") from error
     return found
-
-
-def sum_over_nodes(
-    parts: jax.Array, axes: tuple[str, ...], taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part
-) -> jax.Array:
-    """Sends parts[n] to node n, and adds up the received parts in float32, in the order of the nodes.
-
-    The bits are always the same. A reduce-scatter carries as many bytes, but XLA chooses its order.
-
-    Args:
-      parts: [N, ...], one per node along `axes`.
-      taken: taken(part, node) is what is added for that node; default: the part itself.
-    """
-    return added_up(jax.lax.all_to_all(parts, axes, 0, 0), taken)
-
-
-def added_up(parts: jax.Array, taken: Callable[[jax.Array, int], jax.Array] = lambda part, node: part) -> jax.Array:
-    """Parts [N, ...] of the nodes, added up in float32, in the order of the nodes."""
-    total = taken(parts[0], 0).astype(jnp.float32)
-    for node in range(1, parts.shape[0]):
-        total += taken(parts[node], node).astype(jnp.float32)
-    return total.astype(parts.dtype)

@@ -19,13 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit.float8 import Float8Rows, packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import linear, without_gradient
+from jax_ep._kit.node_sums import added_up, sum_over_nodes
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.routing import count_invalid, layout, routing_of
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchCall, Dispatched, NodeRouting, Routing
 from jax_ep.ops.moe.xla import xla_combine, xla_scatter
-from jax_ep.runtime.topology import added_up, sum_over_nodes
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 

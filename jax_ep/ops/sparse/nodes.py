@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import vary
+from jax_ep._kit.node_sums import sum_over_nodes
 from jax_ep.group import Group
 from jax_ep.ops.sparse import kernels
 from jax_ep.ops.sparse.types import SparseConfig, Union
-from jax_ep.runtime.topology import sum_over_nodes
 
 
 def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
