@@ -132,7 +132,7 @@ class Group:
             return Backend(ranks, None, refusal)
         if self.size > ffi.MAX_RANKS:
             raise ValueError(
-                f"Group: at most {ffi.MAX_RANKS} devices along axis_name, got {self.size}: exchange over an axis "
+                f"Group: axis_name must have at most {ffi.MAX_RANKS} devices, got {self.size}: exchange over an axis "
                 "within a host, and shard batches, or experts' matrices, over the others"
             )
         native.check_xla_flags(self.platform)  # before processes connect

@@ -195,7 +195,7 @@ def test_no_group_is_opened_while_tracing(trace: Any) -> None:
 
 def test_more_devices_than_a_signal_pad_has_flags_for(native: None) -> None:
     mesh = Mesh(np.array([jax.devices()[0]] * 65), ("ep",))
-    with pytest.raises(ValueError, match=r"^Group: at most 64 devices along axis_name, got 65: "):
+    with pytest.raises(ValueError, match=r"^Group: axis_name must have at most 64 devices, got 65: "):
         Group(mesh, "ep")
 
 

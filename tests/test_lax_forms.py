@@ -52,7 +52,7 @@ def test_axis_index_groups(
 @pytest.mark.parametrize(
     ("parts", "match"),
     [
-        (((0, 1), (2,)), "^Replica groups must be equally sized"),
+        (((0, 1), (2,)), "^ragged_all_to_all: axis_index_groups must have parts of equal size, got"),
         (((0, 1), (1, 2)), "^ragged_all_to_all: axis_index_groups must name each of the 4 ranks in one part, got"),
         (((0, 1),), "^ragged_all_to_all: axis_index_groups must name each of the 4 ranks in one part, got"),
     ],
@@ -63,6 +63,12 @@ def test_wrong_groups(parts: Any, match: str, group: Group) -> None:
         jax.eval_shape(
             helpers.per_rank(exchange(group, "xla", axis_index_groups=parts), group.mesh), rows, rows, *[indices] * 4
         )
+
+
+def test_more_slices_than_a_mailbox_holds(group: Group) -> None:
+    rows, indices = np.zeros((SIZE, 3)), np.zeros((SIZE, SIZE * 4097), np.int32)
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: input_offsets must have at most 4096 .*, got 4097"):
+        jax.eval_shape(helpers.per_rank(exchange(group, "xla"), group.mesh), rows, rows, *[indices] * 4)
 
 
 @pytest.mark.parametrize("name", oracle.Slices._fields)
@@ -166,5 +172,5 @@ def test_a_group_over_another_axis(open_group: OpenGroup) -> None:
     group = open_group(mesh=Mesh(helpers.mesh_of(a=2, b=2).devices, ("dp", "ep")))
     rows, indices = np.zeros((2, 2, 3)), np.zeros((2, 2, 2), np.int32)
     body = exchange(group, "xla", axis_name="dp", group=group)
-    with pytest.raises(ValueError, match=r"^ragged_all_to_all: group is over axis 'ep', axis_name is 'dp'"):
+    with pytest.raises(ValueError, match=r"^ragged_all_to_all: axis_name must be that of group, 'ep', got 'dp'"):
         jax.eval_shape(helpers.per_rank(body, group.mesh), rows, rows, *[indices] * 4)

@@ -92,7 +92,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"wire": "foo"}, "wire must be one of None, 'float8'; got 'foo'"),
     ({"wire": "float8_rows"}, "wire must be one of None, 'float8'; got 'float8_rows'"),
     ({"precision": np.array(["float8"] * 2)}, "precision must be one of None, 'float8'; got array"),
-    ({"precision": "float8"}, "precision='float8' needs H and F to be multiples of 128, got F, H = "),
+    ({"precision": "float8"}, "precision must be None unless 128 divides H and F, got 'float8', H = 16, F = "),
     ({"weigh_inputs": 1}, "weigh_inputs must be True or False, got 1"),
     ({"product": 3}, r"product must be a function of \(rows, matrix, group_sizes\) or None, got 3"),
     ({"product": lambda *_: jnp.zeros(3), "precision": "float8"}, "precision must be None where product is given"),

@@ -85,8 +85,8 @@ def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> Non
 @pytest.mark.parametrize(
     ("axes", "error", "match"),
     [
-        (("context", "tp"), ValueError, r"axis_name \('context', 'tp'\) is not an axis of the mesh, which has"),
-        (("expert", "expert"), ValueError, r"axis_name \('expert', 'expert'\) names an axis twice"),
+        (("context", "tp"), ValueError, r"axis_name must name axes of the mesh, .*, got \('context', 'tp'\)"),
+        (("expert", "expert"), ValueError, r"axis_name must name each axis once, got \('expert', 'expert'\)"),
         ((), TypeError, "axis_name must be an axis of the mesh or a tuple of axes, got tuple"),
         (5, TypeError, "axis_name must be an axis of the mesh or a tuple of axes, got int"),
     ],
@@ -147,7 +147,7 @@ def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generat
         with pytest.raises(ValueError, match=r"^ragged_all_to_all: 2 open jax_ep\.Groups .* or pass group="):
             jax.eval_shape(exchange(halves[0], None), rows, *slices)
         if implementation == "ffi":
-            with pytest.raises(ValueError, match=r"^ragged_all_to_all: the devices of this jax\.shard_map are"):
+            with pytest.raises(ValueError, match=r"^ragged_all_to_all: the devices of jax\.shard_map must be"):
                 exchange(halves[1], first).lower(rows, *slices)
 
 
@@ -246,7 +246,7 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
     }
     jax.jit(helpers.per_rank(bodies[op], group.mesh)).lower(tokens, ids)
     here, wanted = ([device.id for device in mesh.devices.flat] for mesh in (other, group.mesh))
-    message = f"{op.split()[-1]}: the devices of this jax.shard_map are {here}, the group's are {wanted}"
+    message = f"{op.split()[-1]}: the devices of jax.shard_map must be the group's in this order, {wanted}, got {here}"
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
 
@@ -303,7 +303,7 @@ def test_axes_in_another_order_are_refused(open_group: OpenGroup) -> None:
     group, other = open_group(mesh=helpers.mesh_of(dp=2, ep=4)), helpers.mesh_of(ep=4, dp=2)
     tokens, ids = np.zeros((4, 2, TOKENS, HIDDEN), np.float32), np.zeros((4, 2, TOKENS, TOP_K), np.int32)
     route = partial(dispatch, group=group, num_experts=EXPERTS)
-    with pytest.raises(ValueError, match=r"^dispatch: the mesh .* is {'ep': 4, 'dp': 2}, .* is {'dp': 2, 'ep': 4}"):
+    with pytest.raises(ValueError, match=r"^dispatch: the mesh .* order, {'dp': 2, 'ep': 4}, got {'ep': 4, 'dp': 2}"):
         jax.eval_shape(helpers.per_rank(route, other), tokens, ids)
     rows, indices = np.zeros((4, 2, 6, 3), np.float32), np.zeros((4, 2, 4), np.int32)
     exchange = partial(ragged_all_to_all, axis_name="ep")

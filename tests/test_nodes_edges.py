@@ -145,7 +145,7 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
 
 def test_wrong_arguments() -> None:
     mesh = helpers.mesh_of(node=2, ep=2)
-    with pytest.raises(ValueError, match="across_nodes needs axis_name to be a tuple"):
+    with pytest.raises(ValueError, match=r"^Group: axis_name must be a tuple where across_nodes is True, got 'ep'"):
         Group(mesh, "ep", across_nodes=True)
     with pytest.raises(TypeError, match="across_nodes must be True or False"):
         Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]

@@ -30,9 +30,9 @@ def check_mesh(mesh: Any, axis_name: Any) -> None:
     check_axis("Group", axis_name)
     axes = axes_of(axis_name)
     if not set(axes) <= set(mesh.axis_names):
-        raise ValueError(f"Group: axis_name {axis_name!r} is not an axis of the mesh, which has {mesh.axis_names}")
+        raise ValueError(f"Group: axis_name must name axes of the mesh, {mesh.axis_names}, got {axis_name!r}")
     if len(set(axes)) < len(axes):
-        raise ValueError(f"Group: axis_name {axis_name!r} names an axis twice")
+        raise ValueError(f"Group: axis_name must name each axis once, got {axis_name!r}")
 
 
 def line_size(mesh: Mesh | AbstractMesh, axis_name: AxisName) -> int:
@@ -63,8 +63,8 @@ def check_inside_shard_map(op: str, mesh: Mesh, axis_name: AxisName) -> None:
     here: AbstractMesh = jax.sharding.get_abstract_mesh()
     if not is_mesh_here(mesh):
         raise ValueError(
-            f"{op}: the mesh of this jax.shard_map is {dict(here.shape)}, "
-            f"the group's is {dict(mesh.shape)}, with its axes in this order"
+            f"{op}: the mesh of jax.shard_map must have the axes of the group's mesh in this order, "
+            f"{dict(mesh.shape)}, got {dict(here.shape)}"
         )
     automatic = [name for name in here.axis_names if here.shape[name] > 1 and name not in here.manual_axes]
     if automatic:
@@ -87,8 +87,8 @@ batching.defvectorized(_guard_p)
 def _refuse_other_devices(ctx: mlir.LoweringRuleContext, x: Any, *, op: str, mesh: Mesh) -> Any:
     here = getattr(ctx.module_context.axis_context, "mesh", None)
     if isinstance(here, Mesh) and here.devices.tolist() != mesh.devices.tolist():
-        ids = [[device.id for device in one.devices.flat] for one in (here, mesh)]
-        raise ValueError(f"{op}: the devices of this jax.shard_map are {ids[0]}, the group's are {ids[1]}")
+        got, wanted = ([device.id for device in one.devices.flat] for one in (here, mesh))
+        raise ValueError(f"{op}: the devices of jax.shard_map must be the group's in this order, {wanted}, got {got}")
     return [x]
 
 

@@ -131,9 +131,10 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
             if isinstance(getattr(experts, name), Float8Weights):
                 raise TypeError(f"{op}: experts.{name} must be an array unless precision='float8', got Float8Weights")
         return False
-    sizes = experts.down.shape[1:]
-    if any(size % BLOCK for size in sizes):
-        raise ValueError(f"{op}: precision={precision!r} needs H and F to be multiples of 128, got F, H = {sizes}")
+    width, hidden = experts.down.shape[1:]
+    if width % BLOCK or hidden % BLOCK:
+        got = f"{precision!r}, H = {hidden}, F = {width}"
+        raise ValueError(f"{op}: precision must be None unless {BLOCK} divides H and F, got {got}")
     return True
 
 

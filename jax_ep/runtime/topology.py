@@ -72,8 +72,8 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
         checks.check_bool("Group", "across_nodes", wanted)
         if wanted and len(axes) == 1:
             raise ValueError(
-                f"Group: across_nodes needs axis_name to be a tuple, of axes across nodes and the one inside; got "
-                f"{axis_name!r}"
+                f"Group: axis_name must be a tuple where across_nodes is True, got {axis_name!r}: name the axes across "
+                "nodes and the one inside"
             )
         return wanted
     if len(axes) == 1:

@@ -93,7 +93,7 @@ def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
     found = find_group(op, axis_name) if group is None else group
     check_group(op, found)
     if checks.canonical_axis(axis_name) != found.axis_name:
-        raise ValueError(f"{op}: group is over axis {found.axis_name!r}, axis_name is {axis_name!r}")
+        raise ValueError(f"{op}: axis_name must be that of group, {found.axis_name!r}, got {axis_name!r}")
     return found
 
 
@@ -125,8 +125,8 @@ def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
 def _check_slices(op: str, entries: int, size: int) -> None:
     if entries % size:
         raise ValueError(f"{op}: input_offsets must have a multiple of the group's size {size} entries, got {entries}")
-    if entries // size > ffi.MAX_EXPERTS:
-        raise ValueError(f"{op}: at most {ffi.MAX_EXPERTS} slices per rank, got {entries // size}")
+    if (slices := entries // size) > ffi.MAX_EXPERTS:
+        raise ValueError(f"{op}: input_offsets must have at most {ffi.MAX_EXPERTS} entries per rank, got {slices}")
 
 
 def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
@@ -139,7 +139,7 @@ def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.n
             f"{op}: axis_index_groups must be None, or a sequence of sequences of ranks, got {what}"
         ) from None
     if len({len(part) for part in parts}) > 1:
-        raise ValueError("Replica groups must be equally sized")
+        raise ValueError(f"{op}: axis_index_groups must have parts of equal size, got {axis_index_groups}")
     if sorted(rank for part in parts for rank in part) != list(range(size)):
         raise ValueError(
             f"{op}: axis_index_groups must name each of the {size} ranks in one part, got {axis_index_groups}"
