@@ -19,6 +19,7 @@ OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
 )
 MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, in steps of all coops
+MAX_SLICES = ffi.MAX_EXPERTS  # for one peer; a mailbox (kMailNumbers of ffi/comm/signal_pad.h) bounds both
 
 
 def ragged_all_to_all(
@@ -125,8 +126,8 @@ def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
 def _check_slices(op: str, entries: int, size: int) -> None:
     if entries % size:
         raise ValueError(f"{op}: input_offsets must have a multiple of the group's size {size} entries, got {entries}")
-    if (slices := entries // size) > ffi.MAX_EXPERTS:
-        raise ValueError(f"{op}: input_offsets must have at most {ffi.MAX_EXPERTS} entries per rank, got {slices}")
+    if entries // size > MAX_SLICES:
+        raise ValueError(f"{op}: input_offsets must have at most {MAX_SLICES} entries per rank, got {entries // size}")
 
 
 def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
