@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_ep
+from jax_ep.pallas_kernels import BLOCK
 
 from . import formulations as forms, token_sweep
 from .formulations import Formulation
@@ -17,11 +18,10 @@ from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, relative_error, ta
 from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
 from .provenance import command_line, heading, open_group, row, select
 
-BLOCK = 128  # values that share a float32 scale
 FLOAT8 = "dispatch, float8"  # on the wire only
 FLOAT8_ROWS = "dispatch, float8 rows"  # left as they came
 NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
-SMALL = 512  # tokens up to which a call is so short that its loop needs many
+FEW_TOKENS = 512  # kFewTokens of ffi/kernels/moe/layout.h: up to these a call is short, and a loop makes many
 
 COLUMNS = "shape | op | jax_ep, us | remote GB/s | padded all_to_all, us | ratio to the best XLA"
 
@@ -74,7 +74,7 @@ def our_loops(
 ) -> dict[str, Loop]:
     """By op: dispatch, in float8 too where the rows divide into its blocks, and combine."""
     unroll = 10  # of the kernels of the loop itself, a call bears a tenth
-    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= SMALL else 50
+    calls = 2 * unroll if group.platform == "cpu" else 500 if shape.tokens <= FEW_TOKENS else 50
 
     def dispatch(**options: Any) -> Loop:
         ours = forms.jax_ep_ops(group, shape.experts, room, **options)

@@ -9,10 +9,11 @@ import math
 
 import jax.numpy as jnp
 
+from jax_ep.pallas_kernels import BLOCK
+
 from .moe_cases import Shape
 from .provenance import heading, row
 
-BLOCK = 128  # values that share a float32 scale
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
 SLACK = 1.25  # of a node capacity, as in `NodeOptions.plan`
 NODES = (2, 4, 8, 16, 32, 64)

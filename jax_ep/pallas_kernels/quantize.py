@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton
 
 from jax_ep.pallas_kernels.varying import result_type
 
-BLOCK = 128
+BLOCK = 128  # values that share a float32 scale
 LARGEST = 448.0  # of float8_e4m3fn
 
 
