@@ -22,7 +22,7 @@ class Backend:
     Args:
       opened: the native group of the ranks of this process or node; None without kernels.
       refusal: the error of an op that asks for kernels.
-      why_xla: why implementation="auto" is "xla"; None: it asks for kernels.
+      why_xla: why implementation="auto" is "xla"; None if "auto" must have kernels: it then raises `refusal`.
     """
 
     marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read

@@ -1,4 +1,4 @@
-"""What ops do of a batch (`jax.vmap`)."""
+"""What ops do with a batch (`jax.vmap`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from jax_ep._kit import vary
 
 
 def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.lax.platform_dependent` as a function of the operands. A batch is one call after the other.
+    """`jax.lax.platform_dependent` as a function of the operands. Under `jax.vmap` it runs once per element.
 
     JAX cannot batch the choice itself if operands vary over a `spmd_axis_name`.
     """

@@ -132,8 +132,8 @@ def call(
     """Calls an op, for the kernels.py of its family.
 
     Its OpSpec (ffi/kernels/<family>/args.h) lists operands, settings and results. Results vary over the axes that the
-    first operand varies over. A batch (`jax.vmap`) is one call after the other, in the same order on all devices:
-    by `sequential_vmap`, which traces the call anew with operands that vary over a `spmd_axis_name` too.
+    first operand varies over. Under `jax.vmap` it runs once per element, in the same order on all devices:
+    `sequential_vmap` traces the call anew with operands that vary over a `spmd_axis_name` too.
 
     Args:
       name: of the FFI target, without prefix.
