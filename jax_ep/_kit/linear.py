@@ -26,21 +26,21 @@ def linear(
     Args:
       transpose: (residuals, cotangent of the result) -> cotangents of `operands`, alike in structure.
     """
-    known, known_tree = jax.tree.flatten(residuals)
+    res, res_tree = jax.tree.flatten(residuals)
     linear_in, linear_tree = jax.tree.flatten(operands)
     out_tree: Any = None
 
     def flat_forward(*flat: jax.Array) -> list[jax.Array]:
         nonlocal out_tree
-        out = forward(known_tree.unflatten(flat[: len(known)]), linear_tree.unflatten(flat[len(known) :]))
+        out = forward(res_tree.unflatten(flat[: len(res)]), linear_tree.unflatten(flat[len(res) :]))
         leaves, out_tree = jax.tree.flatten(out)
         return leaves
 
     def flat_transpose(*flat: jax.Array) -> list[jax.Array]:
-        cotangents = transpose(known_tree.unflatten(flat[: len(known)]), out_tree.unflatten(flat[len(known) :]))
+        cotangents = transpose(res_tree.unflatten(flat[: len(res)]), out_tree.unflatten(flat[len(res) :]))
         return jax.tree.leaves(cotangents)
 
-    leaves = _bind(flat_forward, flat_transpose, len(known), (*known, *linear_in))
+    leaves = _bind(flat_forward, flat_transpose, len(res), (*res, *linear_in))
     return out_tree.unflatten(leaves)
 
 
@@ -59,9 +59,9 @@ _linear_p = Primitive("jax_ep_linear")
 _linear_p.multiple_results = True
 
 
-def _bind(forward: Flat, transpose: Flat, known: int, operands: Any) -> list[jax.Array]:
+def _bind(forward: Flat, transpose: Flat, num_res: int, operands: Any) -> list[jax.Array]:
     jaxpr = jax.make_jaxpr(forward)(*operands)
-    return _linear_p.bind(*operands, jaxpr=jaxpr, forward=forward, transpose=transpose, known=known)
+    return _linear_p.bind(*operands, jaxpr=jaxpr, forward=forward, transpose=transpose, num_res=num_res)
 
 
 def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -72,11 +72,11 @@ def _types(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> Any:
     return jaxpr.out_avals, jaxpr.effects
 
 
-def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
+def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int) -> Any:
     """The tangent in the operands is the function itself; JAX differentiates in the residuals."""
-    out = _linear_p.bind(*primals, jaxpr=jaxpr, forward=forward, transpose=transpose, known=known)
-    d_out = _bind(forward, transpose, known, (*primals[:known], *map(ad.instantiate_zeros, tangents[known:])))
-    moving = [i for i in range(known) if type(tangents[i]) is not ad.Zero]
+    out = _linear_p.bind(*primals, jaxpr=jaxpr, forward=forward, transpose=transpose, num_res=num_res)
+    d_out = _bind(forward, transpose, num_res, (*primals[:num_res], *map(ad.instantiate_zeros, tangents[num_res:])))
+    moving = [i for i in range(num_res) if type(tangents[i]) is not ad.Zero]
     if not moving:
         return out, d_out
 
@@ -90,23 +90,25 @@ def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, tran
     return out, [a + b for a, b in zip(d_out, d_by_residuals, strict=True)]
 
 
-def _transpose(cotangents: Any, *operands: Any, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
-    assert not any(map(ad.is_undefined_primal, operands[:known]))
+def _transpose(
+    cotangents: Any, *operands: Any, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int
+) -> Any:
+    assert not any(map(ad.is_undefined_primal, operands[:num_res]))
     filled = [ad.instantiate_zeros(c) for c in cotangents]
-    back = _bind(transpose, forward, known, (*operands[:known], *filled))
-    wanted = [c if ad.is_undefined_primal(x) else None for c, x in zip(back, operands[known:], strict=True)]
-    return [None] * known + wanted
+    back = _bind(transpose, forward, num_res, (*operands[:num_res], *filled))
+    wanted = [c if ad.is_undefined_primal(x) else None for c, x in zip(back, operands[num_res:], strict=True)]
+    return [None] * num_res + wanted
 
 
-def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, known: int) -> Any:
+def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int) -> Any:
     """Batches all operands, so that each has a cotangent in every batch."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
-    rows = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[known:], dims[known:], strict=True)]
+    rows = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[num_res:], dims[num_res:], strict=True)]
 
     def each(function: Flat) -> Flat:
-        return lambda *flat: jax.vmap(function, in_axes=(*dims[:known], *[0] * (len(flat) - known)))(*flat)
+        return lambda *flat: jax.vmap(function, in_axes=(*dims[:num_res], *[0] * (len(flat) - num_res)))(*flat)
 
-    out = _bind(each(forward), each(transpose), known, (*operands[:known], *rows))
+    out = _bind(each(forward), each(transpose), num_res, (*operands[:num_res], *rows))
     return out, [0] * len(out)
 
 

@@ -188,8 +188,8 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     def replicated(own: jax.Array) -> jax.Array:
         checks.check_array(op, "each leaf of experts", own)
         checks.check_array(op, "each leaf of experts", own, "[E / R, ...]", shape=(local, *own.shape[1:]))
-        own, *known = vary.vary_alike(group.axis_name, own, *index)
-        return linear(out, home, known, own) if jnp.issubdtype(own.dtype, np.inexact) else out(known, own)
+        own, *residuals = vary.vary_alike(group.axis_name, own, *index)
+        return linear(out, home, residuals, own) if jnp.issubdtype(own.dtype, np.inexact) else out(residuals, own)
 
     return jax.tree.map(replicated, experts)
 

@@ -200,15 +200,15 @@ def _reduce_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     )
 
 
-def _reduce_on(config: MatmulConfig, operands: Any, changes: Any) -> jax.Array:
+def _reduce_on(config: MatmulConfig, residuals: Any, tangents: Any) -> jax.Array:
     """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
-    (lhs, rhs), (d_lhs, d_rhs) = operands, changes
+    (lhs, rhs), (d_lhs, d_rhs) = residuals, tangents
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
 
 
-def _reduce_back(config: MatmulConfig, operands: Any, cotangent: jax.Array) -> Any:
-    lhs, rhs = operands
+def _reduce_back(config: MatmulConfig, residuals: Any, cotangent: jax.Array) -> Any:
+    lhs, rhs = residuals
     if config.reduce_scatter:
         d_lhs, cotangent = _gather_both(_backwards(config, lhs), cotangent.astype(lhs.dtype), rhs)
     else:
@@ -232,8 +232,8 @@ def _of_every_rank(config: MatmulConfig, cotangent: jax.Array) -> jax.Array:
 def _gather_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     out, gathered = _gather_both(config, *primals)
 
-    def on(operands: Any, changes: Any) -> jax.Array:
-        return _gather_on(config, operands, changes)[0]
+    def on(residuals: Any, tangents: Any) -> jax.Array:
+        return _gather_on(config, residuals, tangents)[0]
 
     return out, linear(on, partial(_gather_back, config), (gathered, primals[1]), tangents)
 
@@ -242,21 +242,21 @@ def _gather_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
 def _gather_both_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
     out, gathered = _gather_both(config, *primals)
 
-    def back(operands: Any, cotangents: Any) -> Any:
-        d_lhs, d_rhs = _gather_back(config, operands, cotangents[0])
+    def back(residuals: Any, cotangents: Any) -> Any:
+        d_lhs, d_rhs = _gather_back(config, residuals, cotangents[0])
         return d_lhs + jax.lax.psum_scatter(cotangents[1], config.group.axis_name, tiled=True), d_rhs
 
     return (out, gathered), linear(partial(_gather_on, config), back, (gathered, primals[1]), tangents)
 
 
-def _gather_on(config: MatmulConfig, operands: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
-    (gathered, rhs), (d_lhs, d_rhs) = operands, changes
+def _gather_on(config: MatmulConfig, residuals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (gathered, rhs), (d_lhs, d_rhs) = residuals, tangents
     moved, d_gathered = _gather_both(config, d_lhs, rhs)
     return moved + _dot(gathered, d_rhs, (1, 1 if config.transpose_rhs else 0), config.dtype), d_gathered
 
 
-def _gather_back(config: MatmulConfig, operands: Any, cotangent: jax.Array) -> Any:
-    gathered, rhs = operands
+def _gather_back(config: MatmulConfig, residuals: Any, cotangent: jax.Array) -> Any:
+    gathered, rhs = residuals
     cotangent = cotangent.astype(gathered.dtype)
     d_lhs = _reduce(_backwards(config, gathered, reduce_scatter=True), cotangent, rhs)
     return d_lhs, _matrix_gradient(config, gathered, cotangent, rhs.dtype)

@@ -342,8 +342,8 @@ def _product_jvp(
     def home(rows: Rows, d_rows: jax.Array) -> jax.Array:
         return sum_rows(d_rows, rows.indices, rows.matrix.shape[0]) if isinstance(rows, GatheredRows) else d_rows
 
-    def forward(residuals: Any, changes: Any) -> jax.Array:
-        (left, right, sizes), (d_left, d_right) = residuals, changes
+    def forward(residuals: Any, tangents: Any) -> jax.Array:
+        (left, right, sizes), (d_left, d_right) = residuals, tangents
         by_left = grouped_product(form, settings, dtype, inside(left, d_left), right, sizes)
         return by_left + grouped_product(form, settings, dtype, left, inside(right, d_right), sizes)
 
@@ -358,5 +358,5 @@ def _product_jvp(
         d_left, d_right = (grouped_product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
         return home(left, d_left), home(right, d_right)
 
-    changes = tuple(matrix_and_indices(d)[0] for d in tangents[:2])
-    return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, changes)
+    d_operands = tuple(matrix_and_indices(d)[0] for d in tangents[:2])
+    return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, d_operands)

@@ -190,13 +190,13 @@ def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
     if isinstance(rhs, Float8Weights):
         lhs = d_rhs = None
 
-    def forward(kept: Any, changes: Any) -> jax.Array:
-        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = kept, changes
+    def forward(residuals: Any, tangents: Any) -> jax.Array:
+        (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, tangents
         by_lhs = api.ragged_dot(d_lhs, as_array(rhs, d_lhs.dtype), group_sizes)
         return (by_lhs if d_rhs is None else by_lhs + api.ragged_dot(lhs, d_rhs, group_sizes)).astype(dtype)
 
-    def backward(kept: Any, cotangent: jax.Array) -> Any:
-        lhs, rhs, group_sizes = kept
+    def backward(residuals: Any, cotangent: jax.Array) -> Any:
+        lhs, rhs, group_sizes = residuals
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)
         return api.lhs_gradient(cotangent, as_array(rhs, narrow), group_sizes), d_rhs
