@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 
 from jax_ep import profiling
-from jax_ep._kit.checks import Chosen, Implementation
+from jax_ep._kit.checks import Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native
@@ -33,7 +33,7 @@ class Backend:
         self.ranks, self.native = ranks, opened
         self._refusal, self._why_xla = refusal, why_xla
 
-    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+    def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         """As `Group._resolve`, unless XLA was asked for."""
         if implementation == "auto" and self._why_xla:
             return logged(op, "xla", self._why_xla)
@@ -68,7 +68,7 @@ class KernelBackend(Backend):
             self._end = on_failure.pop_all().close
         self._watchdog = Watchdog(opened, name, exits=exits)
 
-    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+    def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         return logged(op, "ffi", f"there are kernels for {self.ranks.platform}")
 
     def close(self, *, in_order: bool) -> None:
@@ -95,10 +95,10 @@ class NodesBackend(Backend):
             self.marked = None if self.native is None else inside.ranks
             weakref.finalize(self, liveness.release).atexit = False
 
-    def choose(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Chosen:
+    def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         if serves_nodes:
-            return self._inside.choose(op, implementation, serves_nodes=True)
-        return super().choose(op, implementation, serves_nodes=False)
+            return self._inside.resolve(op, implementation, serves_nodes=True)
+        return super().resolve(op, implementation, serves_nodes=False)
 
     def error(self) -> JaxEpError | None:
         """The loss of a process of another node, or the error of this node's ranks that it did not cause."""
@@ -117,6 +117,6 @@ class NodesBackend(Backend):
             self._liveness.close(in_order=in_order)  # it reads marks of the inner ranks
 
 
-def logged(op: str, implementation: Chosen, why: str) -> Chosen:
+def logged(op: str, implementation: Resolved, why: str) -> Resolved:
     _LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
     return implementation

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ep._kit import checks, ffi, meshes
-from jax_ep._kit.checks import AxisName, Chosen, Implementation
+from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError
@@ -198,7 +198,7 @@ class Group:
         if self.intranode is not None:
             self.intranode._close(in_order=in_order)
 
-    def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Chosen:
+    def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Resolved:
         """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
 
         Args:
@@ -215,7 +215,7 @@ class Group:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":
             return logged(op, "xla", "it was asked for")
-        return self._backend.choose(op, implementation, serves_nodes=serves_nodes)
+        return self._backend.resolve(op, implementation, serves_nodes=serves_nodes)
 
     @property
     def _ranks(self) -> Ranks:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-Chosen = Literal["ffi", "xla"]  # by kernels, or by jax.lax alone
-Implementation = Literal["auto", Chosen]
+Resolved = Literal["ffi", "xla"]  # what "auto" becomes: by kernels, or by jax.lax alone
+Implementation = Literal["auto", Resolved]
 OnOverflow = Literal["raise", "drop"]
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, gemm, vary
-from jax_ep._kit.checks import AxisName, Chosen, Implementation
+from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels
@@ -139,7 +139,7 @@ def _result_dtype(
     return dtype
 
 
-def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Array, rhs: jax.Array) -> Chosen:
+def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Array, rhs: jax.Array) -> Resolved:
     if group._resolve(op, implementation) == "xla":
         return "xla"
     served = group.platform == "cpu" or (
