@@ -164,7 +164,7 @@ def test_routing_of_another_group(open_group: OpenGroup) -> None:
         like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept[0])
         combine(jnp.zeros((kept[0].config.capacity, HIDDEN)), like, group=larger, implementation="xla")
 
-    with pytest.raises(ValueError, match=r"^combine: routing is of a group of 2 ranks, group has 4"):
+    with pytest.raises(ValueError, match=r"^combine: routing must be of the 4 ranks of group, got one of 2 ranks"):
         trace(larger, body)
 
 

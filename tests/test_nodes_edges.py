@@ -105,13 +105,16 @@ def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
         operands = helpers.on_mesh(group.mesh, case)
-        for here, there, match in ((group, one, "across nodes, group is of one node"), (one, group, "of one node,")):
+        for here, there, match in (
+            (group, one, "of one node, as group is, got one across nodes"),
+            (one, group, "across nodes,"),
+        ):
 
             def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
                 out = dispatch(*operands, group=here, num_experts=EXPERTS)
                 return combine(out.rows, out.routing, group=there)
 
-            with pytest.raises(ValueError, match=f"^combine: routing is of a group {match}"):
+            with pytest.raises(ValueError, match=f"^combine: routing must be of a group {match}"):
                 jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
 
 

@@ -172,9 +172,11 @@ def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group:
     if isinstance(routing, NodeRouting) != (group.intranode is not None):
         kinds = ("of one node", "across nodes")
         of, here = kinds[isinstance(routing, NodeRouting)], kinds[group.intranode is not None]
-        raise ValueError(f"{op}: routing is of a group {of}, group is {here}")
+        raise ValueError(f"{op}: routing must be of a group {here}, as group is, got one {of}")
     if routing.counts.shape[0] != group.size or config.size * group.nodes != group.size:
-        raise ValueError(f"{op}: routing is of a group of {routing.counts.shape[0]} ranks, group has {group.size}")
+        raise ValueError(
+            f"{op}: routing must be of the {group.size} ranks of group, got one of {routing.counts.shape[0]} ranks"
+        )
     routing.check_own(op, group.axis_name)
     checks.check_array(op, name, rows, "[capacity, H']", checks.TOKEN_DTYPES)
     if rows.shape[0] != config.capacity:

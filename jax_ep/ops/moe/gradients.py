@@ -166,14 +166,14 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> A
     expert_outputs, weights, routing = primals
     out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
 
-    def forward(known: Any, changes: Any) -> list[jax.Array]:
-        (outputs, weights, routing), (d_outputs, d_weights) = known, changes
+    def forward(residuals: Any, tangents: Any) -> list[jax.Array]:
+        (outputs, weights, routing), (d_outputs, d_weights) = residuals, tangents
         by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
         by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
         return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
 
-    def backward(known: Any, cotangents: list[jax.Array]) -> Any:
-        outputs, weights, routing = known
+    def backward(residuals: Any, cotangents: list[jax.Array]) -> Any:
+        outputs, weights, routing = residuals
         d_rows = scatter_all(group, cotangents, chunks.cut(routing))
         d_outputs = weighed(d_rows, routing.by_row(weights, 0))
         return d_outputs, of_assignments(inner_products(d_rows, outputs), routing)
