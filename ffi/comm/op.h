@@ -1,4 +1,4 @@
-// One op on one rank: its life, its signals and its work. Every kernel of this library is written over it.
+// One op on one rank: its life, its signals and its work. Every kernel that talks to peers uses it.
 //
 // Op is one class without bases: with bases, nvcc 13.0 keeps a copy of the kernel's arguments in local memory, and a
 // dispatch of float8 rows took 10 % longer (bench moe, 2 H100).
@@ -84,7 +84,7 @@ class Op {
     leave_report(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every rank that rows of this op will be missing. Every rank then marks its results of this op as
-  // undelivered. Called after wait_posted(), and before this rank delivers the chunk.
+  // undelivered. Called after wait_posted(), and before deliver() of the chunk that lacks the rows.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     each_rank([&](int rank) { store_relaxed(&comm.signal_pads[rank]->refused, epoch); });

@@ -84,8 +84,8 @@ constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word 
 // the peer runs another op. `acknowledged` alone holds no stamp but 1: a rank gives up once, as that ends the group.
 constexpr int kTagBits = 24;
 
-// All ops' flags live in this one struct because other processes map it: its layout is ABI. Only ops whose ranks first
-// work out together where rows go use `mailed`, `laid_out`, `placed` and the words of the first CTAs.
+// All ops' flags live in this one struct because other processes map it: its layout is ABI. Only dispatch uses
+// `mailed`, `laid_out`, `placed`, `first_ctas` and `first_begun`.
 struct alignas(128) SignalPad {
   uint64_t epoch;     // ops finished by this rank
   uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer

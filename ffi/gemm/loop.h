@@ -19,7 +19,7 @@
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
 // An Epilogue has store(), in the form that the Mainloop calls (epilogue.h).
-// Sources and epilogues of product_kernel are made of Maps and Product.
+// Sources and epilogues of product_kernel are constructed from (maps, product).
 //
 // Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
 // multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h.
@@ -165,7 +165,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
                    const __grid_constant__ Product product) {
   static_assert(std::is_constructible_v<typename Mainloop::Source, const Maps&, const Product&> &&
                     std::is_constructible_v<Epilogue, const Maps&, const Product&>,
-                "a source and an epilogue are made of (maps, product): see gemm/loop.h");
+                "a source and an epilogue are constructed from (maps, product): see gemm/loop.h");
   extern __shared__ __align__(1024) char memory[];
   run_product<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
                         this_cta());

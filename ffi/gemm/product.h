@@ -56,7 +56,7 @@ struct Product {
   Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
   int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
-  int columns;          // of each array that belongs to gate or up: n, or 2 n if both are one array, gate in front
+  int columns;          // of the array that holds gate (or up): n; 2 n if one array holds both, gate first
 
   int gathered_rows;             // of the gathered operand's array
   const int32_t* indices;        // m-grouped [m], k-grouped [k]

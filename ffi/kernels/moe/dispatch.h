@@ -1,6 +1,6 @@
 // dispatch: works out the routing, and sends every token once to each rank that owns one of its experts. A token goes
-// straight into XLA's buffer at that rank. If the token is eager, or is decoded on arrival, it goes into a landing
-// slot. If the op does not expand, the landing slots are the result, and receivers write the slot of each row.
+// to its final row at that rank. An eager token, or one that is decoded on arrival, goes to a landing slot first. If
+// the op does not expand, the result has a slot for every token, and receivers write the slot of each row.
 #pragma once
 
 #include <variant>

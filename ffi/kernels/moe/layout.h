@@ -14,8 +14,8 @@ namespace jax_ep {
 constexpr int kMaxExperts = kMailNumbers;
 constexpr int kMaxChoices = kMailNumbers;
 // How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
-constexpr int kFewTokens = 512;     // at most; few tokens are announced one by one
-constexpr int kChunkTokens = 512;   // the least tokens that are announced together if tokens are not few
+constexpr int kFewTokens = 512;     // the most tokens of a rank that are few: each is then a chunk
+constexpr int kChunkTokens = 512;   // the least tokens of a chunk if tokens are not few
 constexpr int kMaxChunks = 16;      // of a source
 constexpr int kEagerTokens = 1024;  // travel before their rows are known
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
@@ -41,7 +41,7 @@ JAX_EP_FN Value pop_front(Value (&values)[kCount]) {
   return first;
 }
 
-// One local expert's rows: [start, start + rows) hold tokens, and rows from there up to start + padded are zero.
+// One local expert's rows: [start, start + rows) have a token, and [start + rows, start + padded) are padding.
 struct Segment {
   int start, rows, padded;
 };
@@ -95,11 +95,11 @@ struct RouteScratch {
   // The histogram of a routing coop, and of a routing CTA.
   JAX_EP_FN int32_t* coop_bins(int coop) const { return table(kCoopBins) + coop * histogram_ints(); }
   JAX_EP_FN int32_t* cta_bins(int cta) const { return table(kCtaBins) + cta * histogram_ints(); }
-  JAX_EP_FN int32_t* first_rows() const { return table(kFirstRows); }        // [E] of this rank's part
-  JAX_EP_FN int32_t* totals() const { return table(kTotals); }               // [E] rows of all ranks
-  JAX_EP_FN int32_t* needed() const { return table(kNeeded); }               // [R] rows
-  JAX_EP_FN int32_t* shifts() const { return table(kShifts); }               // [R, E]
-  JAX_EP_FN int32_t* ends() const { return table(kEnds); }                   // [R, E]
+  JAX_EP_FN int32_t* first_rows() const { return table(kFirstRows); }  // [E] of the assignments that this rank places
+  JAX_EP_FN int32_t* totals() const { return table(kTotals); }         // [E] rows of all ranks
+  JAX_EP_FN int32_t* needed() const { return table(kNeeded); }         // [R] rows
+  JAX_EP_FN int32_t* shifts() const { return table(kShifts); }         // [R, E]
+  JAX_EP_FN int32_t* ends() const { return table(kEnds); }             // [R, E]
   JAX_EP_FN int32_t* choice_counts() const { return table(kChoiceCounts); }  // [R, E]
 };
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {

@@ -269,7 +269,7 @@ class Router {
     op_.post_by(op_.is_earlier(asked), window_addresses(args_, op_.comm.size));
   }
 
-  // The row of the first of this rank's assignments of an expert, for Histogram::number.
+  // The row of the first assignment of an expert that this rank places, for Histogram::number.
   JAX_EP_FN auto first_rows() const {
     return [this](int e) { return segments_.first_row(e); };
   }
