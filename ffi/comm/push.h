@@ -94,8 +94,9 @@ JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
 template <class Chunks>
 class Announcer {
  public:
-  // `parts`: items of a row.
-  JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int parts = 1) : op_(op), chunks_(chunks), parts_(parts) {}
+  // `row_items`: items of a row.
+  JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int row_items = 1)
+      : op_(op), chunks_(chunks), row_items_(row_items) {}
 
   // An item of `row` was put. `mover` has mark and complete_to.
   template <class Mover>
@@ -132,7 +133,7 @@ class Announcer {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = -1;
     announce(mover.mark(), mover);
-    if (chunks_.chunk(chunks_.chunks - 1).end * parts_ == 0)
+    if (chunks_.chunk(chunks_.chunks - 1).end * row_items_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 
@@ -142,13 +143,13 @@ class Announcer {
     if (put_ == 0) return;
     mover.complete_to(mark);
     const Range rows = chunks_.chunk(chunk_);
-    op_.deliver(chunk_, put_, (rows.end - rows.begin) * parts_);
+    op_.deliver(chunk_, put_, (rows.end - rows.begin) * row_items_);
     put_ = 0;
   }
 
   Op& op_;
   const Chunks& chunks_;
-  const int parts_;
+  const int row_items_;
   int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
 };
 

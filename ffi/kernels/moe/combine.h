@@ -1,5 +1,5 @@
-// combine: each rank that owns experts of a token sums the token's rows in float32 and sends one row home. The token's
-// rank adds the rows that come and its own rows, in rank order.
+// combine: each rank that owns experts of a token sums the token's rows in float32, and sends one row to the token's
+// source rank. The source rank adds the rows that come and its own rows, in rank order.
 #pragma once
 
 #include <variant>
@@ -37,18 +37,18 @@ class Combine {
                   in_words(args.combined, args.combined, 0),
               kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 
-  // Sums this rank's rows of every peer's tokens, and sends the sums and the scalars home, chunk by chunk.
+  // Sums this rank's rows of every peer's tokens, and sends the sums and the scalars to these peers, chunk by chunk.
   JAX_EP_FN void push() {
     const int peers = op_.comm.size - 1;
     if (op_.coop.sender.empty() || peers == 0) return;
     op_.enter(Phase::send);
     const int rows = peers * args_.num_tokens;
-    const int parts = parts_of_a_row(rows, op_.coop.sender.count);
+    const int splits = column_splits(rows, op_.coop.sender.count);
     const TokenSchedule schedule(args_.num_tokens);
-    Announcer announcer(op_, schedule, peers * parts);
-    PushItems items(op_, rows * parts, args_.num_tokens <= kFewTokens);
+    Announcer announcer(op_, schedule, peers * splits);
+    PushItems items(op_, rows * splits, args_.num_tokens <= kFewTokens);
     int item = items.next();
-    while (push_from(item, parts, items, announcer)) {
+    while (push_from(item, splits, items, announcer)) {
       item = items.next_stolen();
       if (item < 0) break;
     }
@@ -58,11 +58,11 @@ class Combine {
   JAX_EP_FN void reduce() {
     wait_posted();  // for coops that have pushed nothing
     const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count);
-    const int parts = parts_of_a_row(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * parts;
+    const int splits = column_splits(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * splits;
     int latest_chunk = -1;
     for_each_ticket(op_, schedule.chunks * per_chunk, [&](int ticket) {
-      const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / parts);
-      const Range part = columns(ticket % parts, parts);
+      const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / splits);
+      const Range range = columns(ticket % splits, splits);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the wait for rows
       if (const int chunk = ticket / per_chunk; chunk != latest_chunk) {
         if (op_.comm.size > 1) op_.wait_delivered(chunk);
@@ -74,7 +74,7 @@ class Combine {
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const Known now = next;
         if (token + 1 < tokens.end) next = known(token + 1);
-        reduce(token, part, now);
+        reduce(token, range, now);
       }
     });
   }
@@ -88,14 +88,14 @@ class Combine {
   }
 
  private:
-  // An item of a sender: a part of the row that this rank sends home for a token. Items are ordered by token, then
-  // peer.
+  // An item of a sender: some columns of the row that this rank sends to the source of a token. Items are ordered by
+  // token, then source.
   struct Item {
-    int home, token, part;
+    int source, token, split;
   };
-  JAX_EP_FN Item item_at(int index, int parts) const {
-    const int peers = op_.comm.size - 1, row = index / parts;
-    return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % parts};
+  JAX_EP_FN Item item_at(int index, int splits) const {
+    const int peers = op_.comm.size - 1, row = index / splits;
+    return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % splits};
   }
 
   struct Assigned {
@@ -106,16 +106,16 @@ class Combine {
   // Sends item `index`, unless it is negative, then all items of items.next(), and announces them. Returns false once
   // the group has failed.
   template <class Chunks>
-  JAX_EP_FN bool push_from(int index, int parts, PushItems& items, Announcer<Chunks>& announcer) {
+  JAX_EP_FN bool push_from(int index, int splits, PushItems& items, Announcer<Chunks>& announcer) {
     const auto load = [&](int index) {
       if (index < 0) return Assigned{};
-      const Item item = item_at(index, parts);
-      return assigned(item.home, item.token, op_.coop.lane);
+      const Item item = item_at(index, splits);
+      return assigned(item.source, item.token, op_.coop.lane);
     };
     const auto visit = [&](int index, Assigned mine) {
       if (index < 0) return;
-      const Item item = item_at(index, parts);
-      push_item(item, columns(item.part, parts), mine, announcer, [&] { return items.was_stolen(index); });
+      const Item item = item_at(index, splits);
+      push_item(item, columns(item.split, splits), mine, announcer, [&] { return items.was_stolen(index); });
     };
     const bool alive = look_ahead(op_, index, [&] { return items.next(); }, load, visit);
     if (alive)
@@ -132,23 +132,23 @@ class Combine {
   template <class Chunks, class WasStolen>
   JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
                            WasStolen was_stolen) {
-    const bool put = push_partial(item.home, item.token, columns, mine, was_stolen);
+    const bool put = push_partial(item.source, item.token, columns, mine, was_stolen);
     if (was_stolen()) return row_bound_.forget();
     if (put)
       announcer.begun(item.token, rows_);
     else
       announcer.skipped(item.token, rows_);
-    if (args_.scalars && item.part == 0) push_scalars(item.home, item.token);
+    if (args_.scalars && item.split == 0) push_scalars(item.source, item.token);
   }
 
-  // If rows are few, each is cut into parts, so that all coops have work.
-  JAX_EP_FN int parts_of_a_row(int rows, int coops) const {
+  // How many items the columns of a row are split into: several if rows are few, so that all coops have work.
+  JAX_EP_FN int column_splits(int rows, int coops) const {
     const int batches = ceil_div(args_.hidden, kSumValues<T>);
     return larger(1, smaller(batches, coops / larger(1, rows)));
   }
-  JAX_EP_FN Range columns(int part, int parts) const {
-    if (parts == 1) return {0, args_.hidden};
-    const Range batches = part_of(ceil_div(args_.hidden, kSumValues<T>), part, parts);
+  JAX_EP_FN Range columns(int split, int splits) const {
+    if (splits == 1) return {0, args_.hidden};
+    const Range batches = part_of(ceil_div(args_.hidden, kSumValues<T>), split, splits);
     return {batches.begin * kSumValues<T>, smaller(batches.end * kSumValues<T>, args_.hidden)};
   }
 
@@ -156,9 +156,9 @@ class Combine {
     return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
   }
 
-  JAX_EP_FN Assigned assigned(int home, int token, int k) const {
+  JAX_EP_FN Assigned assigned(int source, int token, int k) const {
     if (k >= args_.top_k) return {};
-    const int64_t at = table(home, token) + k;
+    const int64_t at = table(source, token) + k;
     return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
   }
   JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
@@ -167,26 +167,26 @@ class Combine {
   }
 
   template <class Pointer>
-  JAX_EP_FN Pointer* landed(Pointer* landing, int source, int token) const {
-    return landing + (int64_t{source} * args_.num_tokens + token) * args_.hidden;
+  JAX_EP_FN Pointer* landed(Pointer* landing, int owner, int token) const {
+    return landing + (int64_t{owner} * args_.num_tokens + token) * args_.hidden;
   }
 
   JAX_EP_FN auto sink(T* row) const {
     return terms_of<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
-  // Begins to sum this rank's rows of a token of `home` into the landing at `home`. Returns whether there are rows.
+  // Begins to sum this rank's rows of a token of `source` into the landing at `source`. Returns whether there are rows.
   // Calls was_stolen() once peers may be written to; a stolen item is not put.
   template <class WasStolen>
-  JAX_EP_FN bool push_partial(int home, int token, Range columns, Assigned mine, WasStolen was_stolen) {
+  JAX_EP_FN bool push_partial(int source, int token, Range columns, Assigned mine, WasStolen was_stolen) {
     const auto terms = terms_of<const T>(op_.coop, args_.top_k, [&](int k) {
       const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
-      return own_term(known ? mine : assigned(home, token, k), columns.begin);
+      return own_term(known ? mine : assigned(source, token, k), columns.begin);
     });
     if (terms.empty()) return false;
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
-      T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(home) : nullptr;
+      T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(source) : nullptr;
       return sink(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
     rows_.sum_to(terms, there, columns.end - columns.begin);
@@ -200,11 +200,11 @@ class Combine {
     peers_posted_ = true;
   }
 
-  JAX_EP_FN void push_scalars(int home, int token) {
+  JAX_EP_FN void push_scalars(int source, int token) {
     wait_posted();
     if (!op_.ok()) return;
-    float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(home) + int64_t{token} * args_.top_k;
-    const int64_t at = table(home, token);
+    float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(source) + int64_t{token} * args_.top_k;
+    const int64_t at = table(source, token);
     for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
       if (args_.row_of[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
@@ -223,33 +223,33 @@ class Combine {
     return k < args_.top_k ? args_.targets[int64_t{token} * args_.top_k + k] : -1;
   }
 
-  // A bit for every rank that has a row of a token. `target`: the token's target number `coop.lane`.
-  JAX_EP_FN uint64_t sources_of(int token, int target) {
-    uint64_t sources = 0;
+  // A bit for every owner, a rank that has a row of a token. `target`: the token's target number `coop.lane`.
+  JAX_EP_FN uint64_t owners_of(int token, int target) {
+    uint64_t owners = 0;
     for (int first = 0; first < args_.top_k; first += Coop::lanes) {
       if (first > 0) target = target_of(token, first + op_.coop.lane);
       target = target_bound_.index(target);
       const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
       for (int rank = 0; rank < op_.comm.size; ++rank)
-        if (op_.coop.ballot(owner == rank)) sources |= uint64_t{1} << rank;
+        if (op_.coop.ballot(owner == rank)) owners |= uint64_t{1} << rank;
     }
-    return sources;
+    return owners;
   }
 
   // Adds terms in rank order: one row of each peer that sends one, and, in this rank's place, all of its own rows.
   JAX_EP_FN void reduce(int token, Range columns, Known known) {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
-    const uint64_t sources = sources_of(token, known.target);
+    const uint64_t owners = owners_of(token, known.target);
     const T* landing = reinterpret_cast<const T*>(args_.landing);
     const auto terms = terms_of<const T>(op_.coop, count, [&](int i) -> Term<const T> {
       const bool mine = i == op_.coop.lane || op_.coop.lane >= count;
       if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
       const int rank = i < me ? i : i - args_.top_k + 1;
-      return {sources >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
+      return {owners >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;
-    note_received(sources, width * static_cast<int>(sizeof(T)));
+    note_received(owners, width * static_cast<int>(sizeof(T)));
     if (is_undelivered(op_.coop.broadcast(known.target)))
       fill_row(op_.coop, reinterpret_cast<char*>(out), 0xff, int64_t{width} * sizeof(T));
     else
@@ -259,11 +259,11 @@ class Combine {
     return_nothing(token);
   }
 
-  // Notes `bytes` for each source. count_received() counts them at the end: an atomic for each row would delay the
+  // Notes `bytes` for each owner. count_received() counts them at the end: an atomic for each row would delay the
   // sums.
-  JAX_EP_FN void note_received(uint64_t sources, int bytes) {
+  JAX_EP_FN void note_received(uint64_t owners, int bytes) {
     for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
-      received_[i] += sources >> (i * Coop::lanes + op_.coop.lane) & 1 ? bytes : 0;
+      received_[i] += owners >> (i * Coop::lanes + op_.coop.lane) & 1 ? bytes : 0;
   }
   JAX_EP_FN void count_received() const {
     for (int i = 0; i < kRanksALane && i * Coop::lanes < op_.comm.size; ++i)
