@@ -3,7 +3,7 @@
 //
 // An epilogue has store() in the form that its main loop calls:
 //   tiles of fixed height   store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
-//   transposed              store<kBlockN>(problem, tile, sums, part, shared, stored, warp, lane): 64 rows
+//   transposed              store<kBlockN>(problem, tile, sums, slab, shared, stored, warp, lane): 64 rows
 //   swapped operands        store(problem, tile, sums, shared, stored, warp, lane): a warpgroup's part of a tile
 //   gated, of float8        store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile
 // The main loop of gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first.
@@ -235,9 +235,9 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   char* const buffers = pieces_of(shared, warpgroup);
 #pragma unroll
   for (int piece = 0; piece < kRows / kSlice * (kSlice / kColumns); ++piece) {
-    const int first = piece / (kSlice / kColumns) * kPieceRows, part = piece % (kSlice / kColumns) * kColumns;
+    const int first = piece / (kSlice / kColumns) * kPieceRows, first_column = piece % (kSlice / kColumns) * kColumns;
     if (first >= tile.rows) break;
-    const int column = warp % kWarpgroup * 16 - part;
+    const int column = warp % kWarpgroup * 16 - first_column;
     char* const buffer = buffers + stored++ % 2 * kPieceBytes;
     if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may go on
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
@@ -245,8 +245,8 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
     ptx::shared_proxy_fence();
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     const int smem_row = warp % kWarpgroup * kOutRows;
-    store_strip(map, static_cast<Out*>(matrix), columns, tile.row + first + smem_row, row_end, col + part, col_end,
-                buffer + smem_row * kSwizzleBytes, lane);
+    store_strip(map, static_cast<Out*>(matrix), columns, tile.row + first + smem_row, row_end, col + first_column,
+                col_end, buffer + smem_row * kSwizzleBytes, lane);
     if (lane == 0) ptx::commit_stores();
   }
 }
@@ -258,14 +258,14 @@ struct StoreSwapped {
 
   JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
 
-  // A warpgroup has 64 columns in each part.
-  template <int kParts, int kCount, class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kParts][kCount], Memory& shared,
+  // A warpgroup has 64 columns in each slab.
+  template <int kSlabs, int kCount, class Memory>
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kSlabs][kCount], Memory& shared,
                        int& stored, int warp, int lane) const {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part)
-      store_columns<Out, 2 * kCount>(map, out, problem.n, tile.col + (warp / kWarpgroup * kParts + part) * kSlice,
-                                     problem.n, tile, d[part], shared, stored, warp, lane);
+    for (int slab = 0; slab < kSlabs; ++slab)
+      store_columns<Out, 2 * kCount>(map, out, problem.n, tile.col + (warp / kWarpgroup * kSlabs + slab) * kSlice,
+                                     problem.n, tile, d[slab], shared, stored, warp, lane);
   }
 };
 
@@ -278,15 +278,15 @@ struct StoreTransposed {
 
   JAX_EP_FN StoreTransposed(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
 
-  // Stores a warpgroup's sums of part number `part` of a tile's rows, 64 rows.
+  // Stores a warpgroup's sums of slab number `slab` of a tile's rows.
   template <int kBlockN, class Memory>
-  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int part,
+  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int slab,
                        Memory& shared, int& stored, int warp, int lane) const {
     RowTile rows;
     rows.row = tile.group * problem.n + tile.col;
     rows.row_end = (tile.group + 1) * problem.n;
     rows.rows = kBlockN;
-    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + part * kSlice, problem.m, rows, d, shared, stored, warp,
+    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + slab * kSlice, problem.m, rows, d, shared, stored, warp,
                                 lane);
   }
 };

@@ -34,12 +34,12 @@ constexpr int kStageMemory = kSharedBytes - kConsumerWarps * 2 * kOutBytes - 102
 // take tiles in turns, so that one stores while the other multiplies (ping-pong).
 JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
 template <int kBlockN>
-constexpr int kParts = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows that a warpgroup multiplies
+constexpr int kRowSlabs = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows each, which a warpgroup multiplies
 
-// Which 16 rows of a tile a warp holds in a part.
+// Which 16 rows of a tile a warp holds in a slab.
 template <int kBlockN>
-JAX_EP_FN int strip_of(int part, int warp) {
-  return is_ping_pong(kBlockN) ? part * kWarpgroup + warp % kWarpgroup : warp;
+JAX_EP_FN int strip_of(int slab, int warp) {
+  return is_ping_pong(kBlockN) ? slab * kWarpgroup + warp % kWarpgroup : warp;
 }
 
 // The warps that store a CTA's tile of this number, and how many tiles each of them has stored by then.

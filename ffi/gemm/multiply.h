@@ -17,7 +17,7 @@ using Constant = std::integral_constant<int, kValue>;
 // rows belong to the next group.
 template <int kBlockN>
 JAX_EP_FN void zero_rows(char* stage, int valid) {
-  constexpr int kThreads = kConsumers / kParts<kBlockN>, kVecs = kSwizzleBytes / 16;
+  constexpr int kThreads = kConsumers / kRowSlabs<kBlockN>, kVecs = kSwizzleBytes / 16;
   static_assert((kMultiplyK - 1) * kVecs <= kThreads, "a thread zeroes one vector of a slice");
   const int thread = threadIdx.x % kThreads, vecs = (ceil_div(valid, kMultiplyK) * kMultiplyK - valid) * kVecs;
   if (vecs == 0) return;
@@ -30,17 +30,17 @@ JAX_EP_FN void zero_rows(char* stage, int valid) {
 }
 
 // One step of a stage, kMultiplyK of the contraction: d += a x b, or d = a x b if it is the first.
-template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kAll, int kCount>
+template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kAll, int kCount>
 JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, int step, bool is_first) {
 #pragma unroll
-  for (int part = 0; part < kParts; ++part)
-    multiply<In, kWidth, kMnA, kMnB>(d[part], a + part * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
+  for (int slab = 0; slab < kSlabs; ++slab)
+    multiply<In, kWidth, kMnA, kMnB>(d[slab], a + slab * (kSliceBytes >> 4) + step * kDescriptorStep<kMnA>,
                                      b + step * kDescriptorStep<kMnB>, !is_first);
 }
 
-// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kParts. Returns the stage that wgmma
+// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kSlabs. Returns the stage that wgmma
 // may still read, or -1.
-template <class In, int kWidth, int kParts, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, class Memory, int kAll,
+template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, class Memory, int kAll,
           int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
                               PipelineState<Memory::kStages>& at, int first_slice, int lane) {
@@ -53,7 +53,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
     begin_multiplies();
 #pragma unroll
     for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-      multiply_step<In, kWidth, kParts, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
+      multiply_step<In, kWidth, kSlabs, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
     commit_multiplies();
     wait_multiplies<1>();
     if (running >= 0) consumer_release(&shared.empty[running], lane);
@@ -64,7 +64,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
 
 // The last stage of a group, if the contraction ends inside the stage: only the steps that are needed, all columns.
 template <class In, int kBlockN, class Memory>
-JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
+JAX_EP_FN int multiply_rest(float (&d)[kRowSlabs<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
                             PipelineState<Memory::kStages>& at, int first_slice) {
   char* const stage = shared.stages[at.stage];
   wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
@@ -75,7 +75,7 @@ JAX_EP_FN int multiply_rest(float (&d)[kParts<kBlockN>][kBlockN / 2], Memory& sh
 #pragma unroll 1
   do {
     begin_multiplies();
-    multiply_step<In, kBlockN, kParts<kBlockN>, true, true>(d, a, b, step, is_first && step == 0);
+    multiply_step<In, kBlockN, kRowSlabs<kBlockN>, true, true>(d, a, b, step, is_first && step == 0);
     commit_multiplies();
   } while (++step * kMultiplyK < valid);
   const int last = at.stage;
@@ -114,9 +114,9 @@ struct FixedTiles {
 template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
 struct TileMainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;
-  using Accumulators = float[kParts<kBlockN>][kBlockN / 2];
+  using Accumulators = float[kRowSlabs<kBlockN>][kBlockN / 2];
   static constexpr bool kPingPong = is_ping_pong(kBlockN);
-  static constexpr int kAccumulators = kParts<kBlockN> * kBlockN / 2, kProducers = 1;
+  static constexpr int kAccumulators = kRowSlabs<kBlockN> * kBlockN / 2, kProducers = 1;
 
   JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int warpgroup) {
     const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
@@ -138,25 +138,25 @@ struct TileMainloop : FixedTiles<kBlockN> {
     const int first_slice = kPingPong ? 0 : warpgroup, begin = tile.k_begin;
     const bool ends_inside = kMnA && kMnB && problem.grouping == Grouping::k_grouped;
     const int end = ends_inside ? tile.k_end - (tile.k_end - begin) % kBlockK : tile.k_end;
-    const auto stages = [&](auto width, auto parts) {
-      return multiply_stages<In, decltype(width)::value, decltype(parts)::value, kMnA, kMnB>(d, shared, begin, end, at,
+    const auto stages = [&](auto width, auto slabs) {
+      return multiply_stages<In, decltype(width)::value, decltype(slabs)::value, kMnA, kMnB>(d, shared, begin, end, at,
                                                                                              first_slice, lane);
     };
     constexpr Constant<kBlockN> kAllColumns;
-    constexpr Constant<kParts<kBlockN>> kAllParts;
+    constexpr Constant<kRowSlabs<kBlockN>> kAllSlabs;
     int running, rest = -1;  // stages that wgmma may still read
     if constexpr (kHasEdges<kBlockN>) {
       const int columns = problem.n - tile.col;
       if (tile.row_end - tile.row <= kSlice)
         running = stages(kAllColumns, Constant<1>{});
       else if (columns <= 64)
-        running = stages(Constant<64>{}, kAllParts);
+        running = stages(Constant<64>{}, kAllSlabs);
       else if (columns <= 128)
-        running = stages(Constant<128>{}, kAllParts);
+        running = stages(Constant<128>{}, kAllSlabs);
       else
-        running = stages(kAllColumns, kAllParts);
+        running = stages(kAllColumns, kAllSlabs);
     } else {
-      running = stages(kAllColumns, kAllParts);
+      running = stages(kAllColumns, kAllSlabs);
     }
     if constexpr (kMnA && kMnB)
       if (end < tile.k_end)
@@ -176,13 +176,13 @@ struct TileMainloop : FixedTiles<kBlockN> {
                   "this epilogue must have store<kBlockN>(problem, tile, sums, "
                   "buffers, strip, lane): see gemm/epilogue.h");
 #pragma unroll
-    for (int part = 0; part < kParts<kBlockN>; ++part) {
-      const int strip = strip_of<kBlockN>(part, warp);
+    for (int slab = 0; slab < kRowSlabs<kBlockN>; ++slab) {
+      const int strip = strip_of<kBlockN>(slab, warp);
       if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
-        epilogue.template store<kBlockN>(problem, tile, d[part], shared.out[warp], strip, lane);
+        epilogue.template store<kBlockN>(problem, tile, d[slab], shared.out[warp], strip, lane);
       } else if constexpr (kCanSplit<kBlockN>) {
         float half_d[kBlockN / 4];
-        swap_halves(half_d, d[part], shared, stored++ & 1, warp, lane);
+        swap_halves(half_d, d[slab], shared, stored++ & 1, warp, lane);
         epilogue.template store<kBlockN / 2>(problem, tile, half_d, shared.out[warp], strip, lane);
       }
     }

@@ -2,7 +2,7 @@
 //
 // Rows of 16 bits: the operands are swapped (multiply_swapped.h). Gathered rows cannot be multicast, so the CTAs of a
 // cluster split the rows of a tile pair, and share 256 columns of the weights by multicast. A CTA has up to 128 rows, a
-// warpgroup two parts of 64 columns. The L2 cache delivers as many bytes as for a product that does not gather.
+// warpgroup two slabs of 64 columns. The L2 cache delivers as many bytes as for a product that does not gather.
 //
 // Contractions, and rows of float8: tiles of fixed height (multiply.h, multiply_float8.h). The CTAs of a cluster share
 // the right operand.
@@ -121,8 +121,8 @@ struct GatheredContractionMainloop : ContractionTiles<In> {
       return Base::store(epilogue, d, shared, problem, tile, stored, warp, lane);
     else
 #pragma unroll
-      for (int part = 0; part < kParts<kGatheredColumns>; ++part)
-        epilogue.template store<kGatheredColumns>(problem, tile, d[part], part, shared, stored, warp, lane);
+      for (int slab = 0; slab < kRowSlabs<kGatheredColumns>; ++slab)
+        epilogue.template store<kGatheredColumns>(problem, tile, d[slab], slab, shared, stored, warp, lane);
   }
 };
 

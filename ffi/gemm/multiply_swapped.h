@@ -12,32 +12,32 @@
 
 namespace jax_ep::gemm {
 
-// d = the sums of a warpgroup's columns, 64 in each part, and `rows` rows, a multiple of kRowStep, at least kRows and
+// d = the sums of a warpgroup's columns, 64 in each slab, and `rows` rows, a multiple of kRowStep, at least kRows and
 // at most kMax. Returns the stage that wgmma may still read, or -1.
-template <class In, int kRows, int kMax, bool kMn, int kParts>
-JAX_EP_FN int multiply_swapped(float (&d)[kParts][kMax / 2], SwappedMemory& shared, int rows, int k_end,
+template <class In, int kRows, int kMax, bool kMn, int kSlabs>
+JAX_EP_FN int multiply_swapped(float (&d)[kSlabs][kMax / 2], SwappedMemory& shared, int rows, int k_end,
                                PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
   if constexpr (kRows > kMax) {
     return -1;
   } else {
     if (rows > kRows)
       return multiply_swapped<In, kRows + kRowStep, kMax, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
-    return multiply_stages<In, kRows, kParts, kMn, false, kParts * kConsumerWarps / kWarpgroup>(
-        d, shared, 0, k_end, at, warpgroup * kParts, lane);
+    return multiply_stages<In, kRows, kSlabs, kMn, false, kSlabs * kConsumerWarps / kWarpgroup>(
+        d, shared, 0, k_end, at, warpgroup * kSlabs, lane);
   }
 }
 
-// A warpgroup has 64 columns in each of kParts.
+// A warpgroup has kSlabs of 64 columns each.
 template <class In, class SourceOf>
 struct SwappedMainloop {
   using Source = SourceOf;
-  static constexpr int kParts = Source::Weights::kWide ? 2 : 1;
+  static constexpr int kSlabs = Source::Weights::kWide ? 2 : 1;
   using Tile = RowTile;
   template <class Aux>
   using Memory = SwappedMemory;
-  static constexpr int kMax = kMaxRows / kParts;
-  using Accumulators = float[kParts][kMax / 2];
-  static constexpr bool kPingPong = false, kGathers = false, kSplitsRows = kParts > 1;
+  static constexpr int kMax = kMaxRows / kSlabs;
+  using Accumulators = float[kSlabs][kMax / 2];
+  static constexpr bool kPingPong = false, kGathers = false, kSplitsRows = kSlabs > 1;
   static constexpr int kAccumulators = kMaxRows / 2, kProducers = 1;
 
   JAX_EP_FN static void open(SwappedMemory& shared) {
@@ -58,7 +58,7 @@ struct SwappedMainloop {
   }
 
   JAX_EP_FN static bool has_work(const Source& source, const Problem& problem, const Tile& tile, int warpgroup) {
-    return warpgroup * kParts < source.weights.slices(problem, tile) && tile.rows > 0;
+    return warpgroup * kSlabs < source.weights.slices(problem, tile) && tile.rows > 0;
   }
 
   JAX_EP_FN static void accumulate(Accumulators& d, SwappedMemory& shared, const Source&, const Problem&,

@@ -21,7 +21,7 @@ JAX_EP_FN void wait_multiplies() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The accumulators of a thread are an array of floats, or one for each part of a tile.
+// The accumulators of a thread are an array of floats, or one for each slab of a tile.
 template <class Sums, class Visit>
 JAX_EP_FN void for_each_sum(Sums& d, Visit visit) {
 #pragma unroll
