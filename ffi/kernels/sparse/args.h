@@ -55,8 +55,8 @@ struct SparseReduceArgs {
   int32_t* listed;        // [1] the length of all lists
   int32_t* long_places;   // [N] the places of rows with long lists
   int32_t* long_lists;    // [1] the number of long lists
-  int32_t* sent;          // [R] parts that were sent to each owner
-  char* landing;          // of parts from peers
+  int32_t* sent;          // [R] partial sums that were sent to each owner
+  char* landing;          // of partial sums from peers
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
 
@@ -65,8 +65,8 @@ constexpr int kMaxCoops = 1024;
 
 JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
 
-// The landing of sparse_reduce: a table of where the holders' parts are, by place, then room for parts of every other
-// rank. A sharded result has no landing, as its owners would only wait.
+// The landing of sparse_reduce: a table of where the holders' partial sums are, by place, then room for those of
+// every other rank. A sharded result has no landing, as its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }

@@ -1,5 +1,5 @@
-// sparse_reduce: one of the ranks that hold a row owns it. The others send their parts to the owner, which sums them
-// and writes the sum into the row's place of the result on every rank.
+// sparse_reduce: one of the ranks that hold a row owns it. The others send their partial sums to the owner, which
+// adds them up and writes the sum into the row's place of the result on every rank.
 //
 // A rank first sums its own entries of a row, so that each row crosses the wire once.
 #pragma once
@@ -24,8 +24,8 @@ JAX_EP_FN int pick_owner(uint64_t holders, int place) {
   return lowest_bit(holders);
 }
 
-// Where an owner receives other holders' parts of its rows. A holder has room for some parts at each owner, and fills
-// it in any order. If there is no room for a part, the owner fetches the part from its holder.
+// Where an owner receives other holders' partial sums of its rows. A holder has room for some of them at each owner,
+// and fills it in any order. If there is no room for a partial sum, the owner fetches it from its holder.
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)
@@ -43,7 +43,7 @@ class SparseLanding {
       for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes) args_.sent[rank] = 0;
   }
 
-  // Where this rank may put its part of a row at the owner, or null. All lanes ask together.
+  // Where this rank may put its partial sum of a row at the owner, or null. All lanes ask together.
   JAX_EP_FN char* claim(int owner, int place) const {
     int row_in_room = 0;
     if (op_.coop.lane == 0) row_in_room = atomic_add(&args_.sent[owner], 1);
@@ -54,7 +54,8 @@ class SparseLanding {
     return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
-  // The part of another holder, or null if it is not in the landing. Called after all ranks have delivered their parts.
+  // The partial sum of another holder, or null if it is not in the landing. Called after all ranks have delivered
+  // kPartials.
   JAX_EP_FN const char* find(int holder, int place) const {
     if (!has_room()) return nullptr;
     const int row_in_room = *table_entry(args_.landing, holder, place);
@@ -114,19 +115,19 @@ class SparseReduce {
     op_.barrier();
   }
 
-  // Sends rows that only this rank holds to the results, and this rank's parts of other rows to their owners. Waits for
-  // no peer.
+  // Sends rows that only this rank holds to the results, and this rank's partial sums of other rows to their
+  // owners. Waits for no peer.
   JAX_EP_FN void push() {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
     for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
                  [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
-    op_.deliver(kParts, 1, op_.coop.count);
+    op_.deliver(kPartials, 1, op_.coop.count);
   }
 
   // Sums the shared rows that this rank owns, into the results of all ranks that want them.
   JAX_EP_FN void reduce() {
-    if (landing_.has_room()) op_.wait_delivered(kParts);
+    if (landing_.has_room()) op_.wait_delivered(kPartials);
     if (!op_.ok()) return;
     op_.enter(Phase::reduce);
     for_each_row([&] { return op_.ask_for_ticket(); },
@@ -151,7 +152,7 @@ class SparseReduce {
   // `bench sparse`.
   static constexpr int kBatchesPerCoop = 8;
   static constexpr int kBatchPlaces = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
-  static constexpr int kParts = 0, kSums = 1;  // what is delivered
+  static constexpr int kPartials = 0, kSums = 1;  // what is delivered
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
   // A row: its holders, its owner, and the rank that wants it if the result is sharded.
@@ -217,15 +218,15 @@ class SparseReduce {
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
-  // Counts bytes from every peer: rows that the peer sums for this rank, and the peer's parts of rows that this rank
-  // sums, which may be in float32. All lanes call.
+  // Counts bytes from every peer: rows that the peer sums for this rank, and the peer's partial sums of rows that
+  // this rank sums, which may be in float32. All lanes call.
   JAX_EP_FN void count_rows(const Row& row) const {
     const bool wanted_here = !args_.sharded || row.home == op_.comm.rank, mine = row.owner == op_.comm.rank;
     const bool wide = !kFloats && row.held.crowded;
     for (int rank = 0; rank < op_.comm.size; ++rank) {
-      const bool part = mine && row.held.ranks >> rank & 1, sum = row.owner == rank && wanted_here;
-      const int rows = count_bits(op_.coop.ballot(sum || (part && !wide)));
-      const int wide_rows = count_bits(op_.coop.ballot(part && wide));
+      const bool partial = mine && row.held.ranks >> rank & 1, sum = row.owner == rank && wanted_here;
+      const int rows = count_bits(op_.coop.ballot(sum || (partial && !wide)));
+      const int wide_rows = count_bits(op_.coop.ballot(partial && wide));
       if (op_.coop.lane == 0) op_.count_received(rank, rows * row_bytes_ + wide_rows * int64_t{args_.hidden} * 4);
     }
   }
@@ -238,7 +239,7 @@ class SparseReduce {
   JAX_EP_FN void send(const Row& row) {
     if (!is_shared(row)) return sum(row);
     char* there = landing_.claim(row.owner, row.place);
-    if (!there) return;  // the owner fetches the part
+    if (!there) return;  // the owner fetches it
     sums_.sum(terms_of<const T>(op_.coop, 1, [&](int) { return own_term(row.place); }),
               terms_of<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
   }
@@ -260,13 +261,13 @@ class SparseReduce {
           .sum(ranks, [&](int rank) { return partial_of(rank, row.place); }, args_.hidden, sinks, scale);
   }
 
-  // The part that a rank adds to a row: in the landing, or at the rank.
+  // The partial sum that a rank adds to a row: in the landing, or at the rank.
   JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
     const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.place);
     return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.place), weight};
   }
-  // The part at its holder: its only entry, or the sum of several.
+  // The partial sum at its holder: its only entry, or the sum of several.
   JAX_EP_FN const T* held_by(int rank, int place) const {
     if constexpr (kFloats)
       if (runs_.entries(rank, place) > 1) return partial_of(rank, place);
