@@ -15,10 +15,10 @@
 
 namespace jax_ep {
 
-// The group of a call and the rank slot of its device, or why there is none.
+// The group of a call and the rank id of its device, or why there is none.
 struct Caller {
   std::shared_ptr<PlatformGroup> group;
-  RankSlot rank_slot;
+  RankId rank_id;
   std::optional<ffi::Error> error;
 };
 
@@ -26,8 +26,8 @@ inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
   Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
   if (!caller.group) {
     caller.error = to_ffi(group_not_open());
-  } else if (const std::optional<RankSlot> rank_slot = caller.group->find_rank_slot(call.device)) {
-    caller.rank_slot = *rank_slot;
+  } else if (const std::optional<RankId> rank_id = caller.group->find_rank_id(call.device)) {
+    caller.rank_id = *rank_id;
   } else {
     caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
                               "device " + std::to_string(call.device) + " is not in the group of this program");
@@ -66,7 +66,7 @@ LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets 
   if constexpr (kIsLocal<Args>)
     return launch_local(call, args);
   else
-    return launch(call, caller.group, caller.rank_slot, number_of_site(settings.text("site").value_or("")), args);
+    return launch(call, caller.group, caller.rank_id, number_of_site(settings.text("site").value_or("")), args);
 }
 
 template <class Args>

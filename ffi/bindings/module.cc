@@ -107,7 +107,7 @@ PyRankProfile to_python(const RankProfile& profile) {
   std::vector<PySpan> spans;
   for (const Span& s : profile.spans)
     spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
-  return {profile.rank_slot.line, profile.rank_slot.rank, profile.lost, profile.unfinished, std::move(spans)};
+  return {profile.rank_id.line, profile.rank_id.rank, profile.lost, profile.unfinished, std::move(spans)};
 }
 
 // (epoch, op, call, outcome, begin_ns, end_ns)
@@ -122,8 +122,8 @@ PyHistory to_python(const RankHistory& history) {
   for (const OpRecord& op : history.ops)
     records.emplace_back(op.epoch, name_of(op.signature.op), describe_call(op.signature, static_cast<int32_t>(op.site)),
                          kOutcomes[std::min<uint64_t>(op.outcome, 2)], op.begin_ns, op.end_ns);
-  return {history.rank_slot.line, history.rank_slot.rank, history.finished,  history.process,
-          history.waited_ns,      history.received_bytes, std::move(records)};
+  return {history.rank_id.line, history.rank_id.rank,   history.finished,  history.process,
+          history.waited_ns,    history.received_bytes, std::move(records)};
 }
 
 using PyError = std::optional<std::pair<ErrorKind, std::string>>;

@@ -18,7 +18,7 @@ ffi::Error execute_mark(Call call, ffi::RemainingArgs arguments, ffi::RemainingR
   const Attributes settings(attributes);
   const Caller caller = find_caller(call, settings.integer("group"));
   if (caller.error) return *caller.error;
-  return mark(call, caller.group->marks(caller.rank_slot), settings.option("begins").value_or(false),
+  return mark(call, caller.group->marks(caller.rank_id), settings.option("begins").value_or(false),
               number_of_site(settings.text("site").value_or("")));
 }
 

@@ -55,31 +55,31 @@ void Group::open_line(int line, bool poison) {
   for (int rank = 0; rank < size(); ++rank)
     signal_pads_.push_back(is_seen ? static_cast<SignalPad*>(make_signal_pad({line, rank})) : nullptr);
   for (comm.rank = 0; comm.rank < size(); ++comm.rank) {
-    const RankSlot rank_slot{line, comm.rank};
+    const RankId rank_id{line, comm.rank};
     comms_.push_back(comm);
     marks_.push_back(nullptr);
-    if (!is_local(rank_slot)) continue;
+    if (!is_local(rank_id)) continue;
     memory_.push_back(allocate_on_host(sizeof(HostMemory), id_));
     auto* const memory = static_cast<HostMemory*>(memory_.back().get());
     comms_.back().report = &memory->report;
     marks_.back() = &memory->marks;
-    comms_.back().own_signal_pad = signal_pad(rank_slot);
-    std::copy_n(&signal_pads_[rank_slot.line * size()], size(), comms_.back().signal_pads);
-    if (sharing_) peer_offsets_[index_of(rank_slot)] = std::make_unique<PeerOffsets>(device_of(rank_slot), id_);
+    comms_.back().own_signal_pad = signal_pad(rank_id);
+    std::copy_n(&signal_pads_[rank_id.line * size()], size(), comms_.back().signal_pads);
+    if (sharing_) peer_offsets_[index_of(rank_id)] = std::make_unique<PeerOffsets>(device_of(rank_id), id_);
   }
 }
 
-void* Group::make_signal_pad(RankSlot rank_slot) {
-  const int device = device_of(rank_slot), index = index_of(rank_slot);
-  if (!is_local(rank_slot)) return sharing_->await_signal_pad(processes_[rank_slot.line][rank_slot.rank], index);
+void* Group::make_signal_pad(RankId rank_id) {
+  const int device = device_of(rank_id), index = index_of(rank_id);
+  if (!is_local(rank_id)) return sharing_->await_signal_pad(processes_[rank_id.line][rank_id.rank], index);
   if (!sharing_) {
     memory_.push_back(allocate_on_device(device, sizeof(SignalPad), id_));
     return memory_.back().get();
   }
-  regions_.push_back(allocate_region(device, sizeof(SignalPad), local_devices(rank_slot.line), id_));
+  regions_.push_back(allocate_region(device, sizeof(SignalPad), local_devices(rank_id.line), id_));
   const Region region = *regions_.back();
   clear_on_device(device, region.base, sizeof(SignalPad));
-  sharing_->share(region, processes_of(rank_slot.line), index);
+  sharing_->share(region, processes_of(rank_id.line), index);
   return region.base;
 }
 
@@ -106,31 +106,31 @@ std::vector<int> Group::local_devices() const {
   return all;
 }
 
-void* Group::reach(RankSlot rank_slot, int mail_index, void* data, std::size_t bytes, Comm* comm) {
+void* Group::reach(RankId rank_id, int mail_index, void* data, std::size_t bytes, Comm* comm) {
   if (bytes == 0 || (!sharing_ && !staging_all_)) return data;
   std::optional<Region> region;
-  if (!staging_all_) region = find_region(device_of(rank_slot), data, bytes);
+  if (!staging_all_) region = find_region(device_of(rank_id), data, bytes);
   if (!region) {
-    region = staging(rank_slot, mail_index, bytes);
+    region = staging(rank_id, mail_index, bytes);
     data = region->base;
   }
   if (!sharing_) return data;
-  const std::vector<char*> bases = sharing_->share(*region, processes_of(rank_slot.line));
+  const std::vector<char*> bases = sharing_->share(*region, processes_of(rank_id.line));
   std::vector<int64_t> peer_offsets;
-  for (const int process : processes_[rank_slot.line]) peer_offsets.push_back(bases[process] - region->base);
-  comm->peer_offsets[mail_index] = peer_offsets_.at(index_of(rank_slot))->row(region->id, peer_offsets);
+  for (const int process : processes_[rank_id.line]) peer_offsets.push_back(bases[process] - region->base);
+  comm->peer_offsets[mail_index] = peer_offsets_.at(index_of(rank_id))->row(region->id, peer_offsets);
   return data;
 }
 
 // Grows by doubling, so that there are few sizes. The old region stays, as a captured graph may still use it.
-Region Group::staging(RankSlot rank_slot, int mail_index, std::size_t bytes) {
+Region Group::staging(RankId rank_id, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
   if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran"});
-  Region& region = staging_[{index_of(rank_slot), mail_index}];
+  Region& region = staging_[{index_of(rank_id), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
   while (enough < bytes) enough *= 2;
-  regions_.push_back(allocate_region(device_of(rank_slot), enough, local_devices(rank_slot.line), id_));
+  regions_.push_back(allocate_region(device_of(rank_id), enough, local_devices(rank_id.line), id_));
   return region = *regions_.back();
 }
 
@@ -162,39 +162,38 @@ void Group::lose(int process, const std::string& why) {
       }
 }
 
-void Group::give_up(RankSlot rank_slot, GroupError error) {
+void Group::give_up(RankId rank_id, GroupError error) {
   fail(std::move(error));
   for (int line = 0; line < line_count(); ++line) {
     int first = 0;  // of the ranks of this process
     while (first < size() && !is_local({line, first})) ++first;
     for (int rank = 0; first < size() && rank < size(); ++rank) {
       try {
-        raise_abort({line, is_local({line, rank}) ? rank : first}, rank,
-                    line == rank_slot.line ? rank_slot.rank : first);
+        raise_abort({line, is_local({line, rank}) ? rank : first}, rank, line == rank_id.line ? rank_id.rank : first);
       } catch (const std::exception&) {  // then the kernel ends by its deadline
       }
     }
   }
 }
 
-void Group::raise_abort(RankSlot rank_slot, int rank, int culprit) {
+void Group::raise_abort(RankId rank_id, int rank, int culprit) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;  // the signal pads may be another group's by now
   const uint64_t value = culprit + 1;
-  copy_array(device_of(rank_slot), &signal_pad({rank_slot.line, rank})->abort, &value, 1);
+  copy_array(device_of(rank_id), &signal_pad({rank_id.line, rank})->abort, &value, 1);
 }
 
-void Group::raise_acknowledged(RankSlot rank_slot, int peer) {
+void Group::raise_acknowledged(RankId rank_id, int peer) {
   std::shared_lock lock(regions_mutex_);
   if (sharing_ && released_) return;
   const uint64_t value = 1;
-  copy_array(device_of(rank_slot), &signal_pad(rank_slot)->acknowledged[peer], &value, 1);
+  copy_array(device_of(rank_id), &signal_pad(rank_id)->acknowledged[peer], &value, 1);
 }
 
-std::optional<RankSlot> Group::find_rank_slot(int ordinal) const {
+std::optional<RankId> Group::find_rank_id(int ordinal) const {
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (lines_[line][rank] == ordinal) return RankSlot{line, rank};
+      if (lines_[line][rank] == ordinal) return RankId{line, rank};
   return std::nullopt;
 }
 
@@ -207,14 +206,14 @@ Epochs Group::local_epochs() const {
   Epochs epochs;
   for (int line = 0; line < line_count(); ++line)
     for (int rank = 0; rank < size(); ++rank)
-      if (const RankSlot rank_slot{line, rank}; is_local(rank_slot))
-        copy_array(device_of(rank_slot), &epochs[index_of(rank_slot)], &signal_pad(rank_slot)->epoch, 1);
+      if (const RankId rank_id{line, rank}; is_local(rank_id))
+        copy_array(device_of(rank_id), &epochs[index_of(rank_id)], &signal_pad(rank_id)->epoch, 1);
   return epochs;
 }
 
-std::string Group::state_of(RankSlot rank_slot) const {
-  if (is_local(rank_slot) || local_devices(rank_slot.line).empty()) return "";
-  return sharing_->state_of(processes_[rank_slot.line][rank_slot.rank]);
+std::string Group::state_of(RankId rank_id) const {
+  if (is_local(rank_id) || local_devices(rank_id.line).empty()) return "";
+  return sharing_->state_of(processes_[rank_id.line][rank_id.rank]);
 }
 
 }  // namespace jax_ep

@@ -25,14 +25,14 @@
 
 namespace jax_ep {
 
-// The rank slot of a device: its line along the group's axis, and its rank in that line.
-struct RankSlot {
+// Which rank of a group a device is: its line along the group's axis, and its rank in that line.
+struct RankId {
   int line, rank;
 };
 
 // The last ops of a rank, and how long it waited for each peer.
 struct RankHistory {
-  RankSlot rank_slot;
+  RankId rank_id;
   uint64_t finished;                                // ops
   std::string process;                              // as Group::state_of says
   std::vector<OpRecord> ops;                        // the last that the rank began, in order
@@ -68,20 +68,20 @@ class Group {
   int line_count() const { return static_cast<int>(lines_.size()); }
   double timeout_seconds() const { return timeout_seconds_; }
   int64_t id() const { return id_; }
-  const Comm& comm(RankSlot rank_slot) const { return comms_[index_of(rank_slot)]; }
-  // The signal pad of a rank slot, as the ranks of its line in this process see it. Null if this process has no ranks
+  const Comm& comm(RankId rank_id) const { return comms_[index_of(rank_id)]; }
+  // The signal pad of a rank, as the ranks of its line in this process see it. Null if this process has no ranks
   // in the line.
-  SignalPad* signal_pad(RankSlot rank_slot) const { return signal_pads_[index_of(rank_slot)]; }
+  SignalPad* signal_pad(RankId rank_id) const { return signal_pads_[index_of(rank_id)]; }
 
-  int device_of(RankSlot rank_slot) const { return lines_[rank_slot.line][rank_slot.rank]; }
-  // Whether the rank slot's device belongs to this process.
-  bool is_local(RankSlot rank_slot) const { return device_of(rank_slot) >= 0; }
+  int device_of(RankId rank_id) const { return lines_[rank_id.line][rank_id.rank]; }
+  // Whether the rank's device belongs to this process.
+  bool is_local(RankId rank_id) const { return device_of(rank_id) >= 0; }
   // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
   std::vector<int> local_devices() const;  // of all lines
 
-  // The rank slot of a device, if it has one.
-  std::optional<RankSlot> find_rank_slot(int ordinal) const;
+  // The rank id of a device, if it has one.
+  std::optional<RankId> find_rank_id(int ordinal) const;
 
   // Ends the group. Later ops fail. May be called twice.
   virtual void close();
@@ -101,11 +101,11 @@ class Group {
   std::vector<RankHistory> history() const;
 
   // The marks of a rank of this process; and of all of them, as they are now.
-  Marks* marks(RankSlot rank_slot) const { return marks_[index_of(rank_slot)]; }
+  Marks* marks(RankId rank_id) const { return marks_[index_of(rank_id)]; }
   std::vector<Marks> marks() const;
 
   // Fails the group because this rank cannot run its op, so that no peer waits until the timeout.
-  void give_up(RankSlot rank_slot, GroupError error);
+  void give_up(RankId rank_id, GroupError error);
 
   // The error for `check()`: the failure; or, once, an error that left the group usable.
   std::optional<GroupError> take_error();
@@ -113,18 +113,18 @@ class Group {
   // The error that a call of an op raises before its program runs: the failure; or, once, an error that left the group
   // usable and that take_error() has not returned. Each rank of this process asks before each of its calls, in one
   // order. All ranks get an error at the same call, so no rank waits for one that raised it earlier.
-  std::optional<GroupError> error_before(RankSlot rank_slot);
+  std::optional<GroupError> error_before(RankId rank_id);
 
-  // The error that the kernel of the last op reported at this rank slot. Fails the group if the error is fatal.
-  std::optional<GroupError> reported(RankSlot rank_slot);
+  // The error that the kernel of the last op reported at this rank. Fails the group if the error is fatal.
+  std::optional<GroupError> reported(RankId rank_id);
 
   // The address for peers of `data`, buffer `mail_index` of an op's mail: `data` itself if peers can reach it, or
   // staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
-  void* reach(RankSlot rank_slot, int mail_index, void* data, std::size_t bytes, Comm* comm);
+  void* reach(RankId rank_id, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
   // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
   // Does not block.
-  std::string state_of(RankSlot rank_slot) const;
+  std::string state_of(RankId rank_id) const;
 
   // Test hook: from now on everything goes through staging.
   void stage_all() { staging_all_ = true; }
@@ -135,18 +135,18 @@ class Group {
   void release_regions();
 
   // Tells the kernels of `rank` that the group has failed because `culprit` did not answer, through a device that
-  // reaches the signal pad of `rank`: that of `rank_slot`.
-  void raise_abort(RankSlot rank_slot, int rank, int culprit);
+  // reaches the signal pad of `rank`: the device of `rank_id`.
+  void raise_abort(RankId rank_id, int rank, int culprit);
 
  private:
-  int index_of(RankSlot rank_slot) const { return rank_slot.line * size() + rank_slot.rank; }
+  int index_of(RankId rank_id) const { return rank_id.line * size() + rank_id.rank; }
   void open_line(int line, bool poison);
-  void* make_signal_pad(RankSlot rank_slot);
+  void* make_signal_pad(RankId rank_id);
   std::set<int> processes_of(int line) const;
   Epochs local_epochs() const;
-  Region staging(RankSlot rank_slot, int mail_index, std::size_t bytes);
+  Region staging(RankId rank_id, int mail_index, std::size_t bytes);
   // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
-  void raise_acknowledged(RankSlot rank_slot, int peer);
+  void raise_acknowledged(RankId rank_id, int peer);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
@@ -178,9 +178,9 @@ class Group {
   const std::vector<std::vector<int>> processes_;
   const int64_t id_;
   std::vector<std::shared_ptr<void>> memory_;
-  std::vector<SignalPad*> signal_pads_;  // by rank slot
+  std::vector<SignalPad*> signal_pads_;  // by rank index
   std::vector<Comm> comms_;
-  std::vector<Marks*> marks_;  // by rank slot; null of other processes
+  std::vector<Marks*> marks_;  // by rank index; null of other processes
   mutable std::mutex mutex_;
   std::condition_variable failed_;
   std::optional<GroupError> failure_;
@@ -188,7 +188,7 @@ class Group {
   // By line: the epochs of the errors that take_error() and error_before() have returned. An error of one op is one
   // error of all its ranks.
   std::vector<uint64_t> epochs_taken_, epochs_raised_;
-  std::vector<uint64_t> calls_asked_;             // by rank slot
+  std::vector<uint64_t> calls_asked_;             // by rank index
   uint64_t calls_decided_ = 0;                    // the first rank that asks decides for all
   std::map<uint64_t, GroupError> calls_refused_;  // by call, until all ranks have asked
   std::atomic<bool> open_ = false;
@@ -196,8 +196,8 @@ class Group {
   mutable std::shared_mutex regions_mutex_;
   bool released_ = false;
   std::vector<std::shared_ptr<const Region>> regions_;        // signal pads, and all staging of the group's life
-  std::map<std::pair<int, int>, Region> staging_;             // by rank slot and index in the mail
-  std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by own rank slot, if there are other processes
+  std::map<std::pair<int, int>, Region> staging_;             // by rank index and index in the mail
+  std::map<int, std::unique_ptr<PeerOffsets>> peer_offsets_;  // by own rank index, if there are other processes
   std::unique_ptr<Sharing> sharing_;                          // none in a group of one process
 };
 

@@ -133,12 +133,12 @@ std::optional<GroupError> Group::take_error() {
   return recoverable;
 }
 
-std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
+std::optional<GroupError> Group::error_before(RankId rank_id) {
   if (std::optional<GroupError> failed = failure()) return failed;
   take_failures();
   if (std::optional<GroupError> failed = failure()) return failed;
   std::lock_guard lock(reports_mutex_);
-  const uint64_t call = ++calls_asked_[index_of(rank_slot)];
+  const uint64_t call = ++calls_asked_[index_of(rank_id)];
   if (call > calls_decided_) {
     calls_decided_ = call;
     if (std::optional<GroupError> error = take_recoverable(&epochs_raised_)) calls_refused_.emplace(call, *error);
@@ -154,9 +154,9 @@ std::optional<GroupError> Group::error_before(RankSlot rank_slot) {
   return error;
 }
 
-std::optional<GroupError> Group::reported(RankSlot rank_slot) {
-  const std::optional<RankReport> mine = report_of(index_of(rank_slot));
-  if (!mine || mine->report.epoch != signal_pad(rank_slot)->epoch) return std::nullopt;
+std::optional<GroupError> Group::reported(RankId rank_id) {
+  const std::optional<RankReport> mine = report_of(index_of(rank_id));
+  if (!mine || mine->report.epoch != signal_pad(rank_id)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
   take_failures();  // another rank may know more
   return failure();
@@ -250,8 +250,8 @@ std::optional<std::pair<int, int>> Group::differing_ranks(int line, const Report
 
 GroupError Group::mismatch(int line, const Report& report, int rank, int other) const {
   return {ErrorKind::mismatch,
-          describe_op(line, rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(rank) +
-              ", but " + describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
+          describe_op(line, rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(rank) + ", but " +
+              describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
               ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
 }
 

@@ -58,15 +58,15 @@ Profiler::Profiler(std::shared_ptr<Group> group, int ctas) : group_(std::move(gr
       if (group_->is_local({line, rank})) add_rank({line, rank});
 }
 
-void Profiler::add_rank(RankSlot rank_slot) {
+void Profiler::add_rank(RankId rank_id) {
   const std::size_t tracks = ctas_ * kTrackRoles, ring = ring_length(tracks);
-  const int device = group_->device_of(rank_slot);
+  const int device = group_->device_of(rank_id);
   const auto allocate = [&](std::size_t bytes) {
     std::shared_ptr<void> memory = allocate_on_device(device, bytes, group_->id());
     group_->keep(memory);
     return memory.get();
   };
-  Rank rank{rank_slot, device, group_->signal_pad(rank_slot), nullptr, nullptr, {}, {}};
+  Rank rank{rank_id, device, group_->signal_pad(rank_id), nullptr, nullptr, {}, {}};
   rank.timeline = static_cast<Timeline*>(allocate(sizeof(Timeline)));
   rank.tracks = static_cast<Track*>(allocate(tracks * sizeof(Track)));
   auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));
@@ -100,9 +100,9 @@ std::vector<RankProfile> Profiler::stop() {
   return profiles;
 }
 
-std::optional<Moment> Profiler::last_of(RankSlot rank_slot) const {
+std::optional<Moment> Profiler::last_of(RankId rank_id) const {
   for (const Rank& rank : ranks_) {
-    if (rank.rank_slot.line != rank_slot.line || rank.rank_slot.rank != rank_slot.rank) continue;
+    if (rank.rank_id.line != rank_id.line || rank.rank_id.rank != rank_id.rank) continue;
     Track track;
     copy_array<Track>(rank.device, &track, rank.tracks, 1);
     if (track.count == 0) return std::nullopt;
@@ -115,7 +115,7 @@ std::optional<Moment> Profiler::last_of(RankSlot rank_slot) const {
 
 RankProfile Profiler::read(const Rank& rank) const {
   const HostClock clock(rank.begin, read_clock(rank.device));
-  RankProfile profile{rank.rank_slot, {}, 0, 0};
+  RankProfile profile{rank.rank_id, {}, 0, 0};
   const std::vector<Track> tracks = read_tracks(rank);
   for (std::size_t i = 0; i < tracks.size(); ++i) {
     const uint64_t length = tracks[i].mask + 1, count = tracks[i].count;

@@ -26,7 +26,7 @@ struct Span {
 
 // What one rank did in a profile: its tracks one after another, each in order.
 struct RankProfile {
-  RankSlot rank_slot;
+  RankId rank_id;
   std::vector<Span> spans;
   uint64_t lost;        // phases that later phases have overwritten
   uint64_t unfinished;  // tracks that were inside an op when the profile ended
@@ -69,11 +69,11 @@ class Profiler {
   std::vector<RankProfile> stop();
 
   // The last event of the first track of a rank of this process, if there is one. May be called while ops run.
-  std::optional<Moment> last_of(RankSlot rank_slot) const;
+  std::optional<Moment> last_of(RankId rank_id) const;
 
  private:
   struct Rank {
-    RankSlot rank_slot;
+    RankId rank_id;
     int device;
     SignalPad* signal_pad;
     Timeline* timeline;          // on the device
@@ -81,7 +81,7 @@ class Profiler {
     std::vector<uint64_t> seen;  // events of each track before the profile
     ClockSample begin;
   };
-  void add_rank(RankSlot rank_slot);
+  void add_rank(RankId rank_id);
   std::vector<Track> read_tracks(const Rank& rank) const;
   RankProfile read(const Rank& rank) const;
 

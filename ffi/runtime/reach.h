@@ -28,8 +28,8 @@ inline void set_signature(Comm* comm, const Signature& signature) {
 
 // `site`: of the call, for the flight recorder. Throws std::runtime_error and GroupException.
 template <class Args>
-Reached<Args> reach(Group& group, RankSlot rank_slot, const Args& args, int32_t site = 0) {
-  Reached<Args> reached{group.comm(rank_slot), args, {}, {}};
+Reached<Args> reach(Group& group, RankId rank_id, const Args& args, int32_t site = 0) {
+  Reached<Args> reached{group.comm(rank_id), args, {}, {}};
   set_signature(&reached.comm, signature_of(args));
   reached.comm.site = site;
   int mail_index = 0;
@@ -37,7 +37,7 @@ Reached<Args> reach(Group& group, RankSlot rank_slot, const Args& args, int32_t 
     if (!spec.is_window) return;
     const std::size_t bytes = spec.reached ? spec.bytes() : 0;
     void* const own = const_cast<void*>(static_cast<const void*>(args.*member));
-    void* const mapped = group.reach(rank_slot, mail_index++, own, bytes, &reached.comm);
+    void* const mapped = group.reach(rank_id, mail_index++, own, bytes, &reached.comm);
     if (mapped == own) return;
     set_pointer(&(reached.args.*member), mapped);
     if (spec.use == Use::updated || spec.use == Use::operand) reached.before.push_back({mapped, own, bytes});

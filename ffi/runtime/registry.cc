@@ -121,9 +121,9 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
   if (!id.has_value()) return ffi::Error::Success();
   const std::shared_ptr<Group> group = find_group(*id);
   if (!group) return to_ffi(group_not_open());
-  const std::optional<RankSlot> rank_slot = group->find_rank_slot(device);
-  if (!rank_slot) return ffi::Error::Success();  // the op itself reports it
-  const std::optional<GroupError> error = group->error_before(*rank_slot);
+  const std::optional<RankId> rank_id = group->find_rank_id(device);
+  if (!rank_id) return ffi::Error::Success();  // the op itself reports it
+  const std::optional<GroupError> error = group->error_before(*rank_id);
   return error ? to_ffi(*error) : ffi::Error::Success();
 }
 

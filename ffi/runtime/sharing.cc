@@ -79,13 +79,13 @@ void drop_mapping(const RegionName& name) {
 Note note_of(Note::Kind kind) {
   Note note{};
   note.kind = kind;
-  note.rank_slot = Sharing::kNoRankSlot;
+  note.rank_index = Sharing::kNoRankIndex;
   return note;
 }
 
-Note request_of(const Region& region, int rank_slot) {
+Note request_of(const Region& region, int rank_index) {
   Note note = note_of(Note::Kind::share);
-  note.rank_slot = rank_slot;
+  note.rank_index = rank_index;
   note.owner = number_of_this_process();
   note.region = region.id;
   note.bytes = region.bytes;
@@ -133,13 +133,13 @@ void Sharing::unmap() {
   signal_pads_.clear();
 }
 
-std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int rank_slot) {
+std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int rank_index) {
   std::unique_lock lock(mutex_);
   std::vector<Answer>& answers = shared_.try_emplace(region.id, peers_.size()).first->second;
   for (const int process : processes) {
     if (!peers_[process].other || answers[process].asked) continue;
     answers[process].asked = true;
-    push(process, request_of(region, rank_slot), region.descriptor);
+    push(process, request_of(region, rank_index), region.descriptor);
     if (peers_[process].outbox.waiting()) wake();
   }
   std::vector<char*> bases(peers_.size());
@@ -152,10 +152,10 @@ std::vector<char*> Sharing::share(const Region& region, const std::set<int>& pro
   return bases;
 }
 
-char* Sharing::await_signal_pad(int process, int rank_slot) {
+char* Sharing::await_signal_pad(int process, int rank_index) {
   std::unique_lock lock(mutex_);
-  await(lock, process, "share its signal pad", [&] { return signal_pads_.count(rank_slot) > 0; });
-  return signal_pads_[rank_slot];
+  await(lock, process, "share its signal pad", [&] { return signal_pads_.count(rank_index) > 0; });
+  return signal_pads_[rank_index];
 }
 
 void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char* doing,
@@ -257,12 +257,12 @@ void Sharing::beat() {
   }
   std::lock_guard lock(mutex_);
   epochs_ = epochs;
-  if (epochs.empty()) epochs.emplace(kNoRankSlot, 0);
+  if (epochs.empty()) epochs.emplace(kNoRankIndex, 0);
   for (std::size_t process = 0; process < peers_.size(); ++process) {
     if (peers_[process].outbox.waiting()) continue;  // the process does not read
-    for (const auto& [rank_slot, epoch] : epochs) {
+    for (const auto& [rank_index, epoch] : epochs) {
       Note note = note_of(Note::Kind::heartbeat);
-      note.rank_slot = rank_slot;
+      note.rank_index = rank_index;
       note.epoch = epoch;
       push(static_cast<int>(process), note);
     }
@@ -286,7 +286,7 @@ void Sharing::handle(int process, const Note& note, const Descriptor& descriptor
     peer.gone = "has left it";
     peer.outbox.clear();
   } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.rank_slot != kNoRankSlot) peer.last_seen.note(note.rank_slot, note.epoch);
+    if (note.rank_index != kNoRankIndex) peer.last_seen.note(note.rank_index, note.epoch);
     return;
   } else {
     Answer& answer = shared_[note.region][process];
@@ -318,7 +318,7 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
   push(process, answer);  // before a thread of this process sees the signal pad, and may close the group
   if (!base) return;
   mapped_.insert(name);
-  if (request.rank_slot != kNoRankSlot) signal_pads_[request.rank_slot] = base;
+  if (request.rank_index != kNoRankIndex) signal_pads_[request.rank_index] = base;
   changed_.notify_all();
 }
 
@@ -336,10 +336,10 @@ void Sharing::lose(int process, const std::string& why) {
   changed_.notify_all();
 }
 
-bool Sharing::lives_at(int rank_slot, int process) const {
-  if (rank_slot < 0 || processes_.empty()) return false;
-  const std::size_t size = processes_.front().size(), line = rank_slot / size;
-  return line < processes_.size() && processes_[line][rank_slot % size] == process;
+bool Sharing::lives_at(int rank_index, int process) const {
+  if (rank_index < 0 || processes_.empty()) return false;
+  const std::size_t size = processes_.front().size(), line = rank_index / size;
+  return line < processes_.size() && processes_[line][rank_index % size] == process;
 }
 
 // The rule that a note breaks, or nothing.
@@ -355,9 +355,9 @@ std::string Sharing::breach_of(int process, const Note& note) const {
       return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
     }
     case Note::Kind::heartbeat:
-      return note.rank_slot == kNoRankSlot || lives_at(note.rank_slot, process)
+      return note.rank_index == kNoRankIndex || lives_at(note.rank_index, process)
                  ? ""
-                 : "it told the epoch of a rank slot that it does not have";
+                 : "it sent the epoch of a rank that it does not have";
     case Note::Kind::goodbye:
       break;
   }
@@ -369,9 +369,9 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (note.owner == 0 || (known && note.owner != known)) return "it shared memory under a number that is not its own";
   if (note.bytes == 0) return "it shared no memory";
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
-  if (note.rank_slot == kNoRankSlot) return "";
-  if (!lives_at(note.rank_slot, process)) return "it shared the signal pad of a rank slot that it does not have";
-  return signal_pads_.count(note.rank_slot) ? "it shared the signal pad of a rank slot twice" : "";
+  if (note.rank_index == kNoRankIndex) return "";
+  if (!lives_at(note.rank_index, process)) return "it shared the signal pad of a rank that it does not have";
+  return signal_pads_.count(note.rank_index) ? "it shared the signal pad of a rank twice" : "";
 }
 
 std::string Sharing::state_of(int process) const {

@@ -31,7 +31,7 @@ struct Neighbours {
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
 };
 
-// Ops that ranks have finished, by rank slot: line * size + rank.
+// Ops that ranks have finished, by rank index: line * size + rank.
 using Epochs = std::map<int, uint64_t>;
 
 // When another process was last heard of, and how many ops its ranks had finished then.
@@ -41,7 +41,7 @@ class LastSeen {
   static constexpr double kSilentSeconds = 2.5;             // after more than two lost heartbeats
 
   void beat() { heard_ = Clock::now(); }
-  void note(int rank_slot, uint64_t epoch) { epochs_[rank_slot] = epoch; }
+  void note(int rank_index, uint64_t epoch) { epochs_[rank_index] = epoch; }
 
   double seconds_silent() const { return std::chrono::duration<double>(Clock::now() - heard_).count(); }
 
@@ -52,9 +52,9 @@ class LastSeen {
     if (silent > kSilentSeconds) return "no heartbeat for " + std::to_string(static_cast<int64_t>(silent)) + " s";
     if (epochs_.empty() || ours.empty()) return "it is alive";
     int64_t behind = 0;
-    for (const auto& [their_rank_slot, their_epoch] : epochs_)
-      for (const auto& [rank_slot, epoch] : ours)
-        if (their_rank_slot / size == rank_slot / size)
+    for (const auto& [their_index, their_epoch] : epochs_)
+      for (const auto& [rank_index, epoch] : ours)
+        if (their_index / size == rank_index / size)
           behind = std::max(behind, static_cast<int64_t>(epoch - their_epoch));
     return "it is alive, " + std::to_string(behind) + (behind == 1 ? " op" : " ops") + " behind";
   }
@@ -70,14 +70,14 @@ using RegionName = std::pair<uint64_t, uint64_t>;
 
 class Sharing {
  public:
-  static constexpr int kNoRankSlot = -1;
+  static constexpr int kNoRankIndex = -1;
 
   // Called on the sharing thread.
   struct Hooks {
     // A process has ended without goodbye, or broken a rule of the protocol; `why` says which. Its notes are no longer
     // read.
     std::function<void(int process, const std::string& why)> lost;
-    // Ops that the ranks of this process have finished, by rank slot. Empty before the signal pads are there.
+    // Ops that the ranks of this process have finished, by rank index. Empty before the signal pads are there.
     std::function<Epochs()> epochs;
   };
 
@@ -93,13 +93,13 @@ class Sharing {
   // Unmaps all regions. Called after close(), when this process uses the regions no more.
   void unmap();
 
-  // The region's address in each of `processes`, by process. Asks each process to map the region, once. `rank_slot`:
-  // the rank slot whose signal pad the region is. The region must live until close(). Throws GroupException.
-  std::vector<char*> share(const Region& region, const std::set<int>& processes, int rank_slot = kNoRankSlot);
+  // The region's address in each of `processes`, by process. Asks each process to map the region, once. `rank_index`:
+  // the rank whose signal pad the region is. The region must live until close(). Throws GroupException.
+  std::vector<char*> share(const Region& region, const std::set<int>& processes, int rank_index = kNoRankIndex);
 
-  // The address of the signal pad of a rank slot of `process`. Waits until `process` has shared the signal pad. Throws
+  // The address of the signal pad of a rank of `process`. Waits until `process` has shared the signal pad. Throws
   // GroupException.
-  char* await_signal_pad(int process, int rank_slot);
+  char* await_signal_pad(int process, int rank_index);
 
   // Whether a process is slow or dead, for the text of an error: "no heartbeat for 5 s", "it is alive, 2 ops behind".
   // Does not block.
@@ -132,7 +132,7 @@ class Sharing {
   void lose(int process, const std::string& why);
   std::string breach_of(int process, const Note& note) const;
   std::string breach_of_share(int process, const Note& note) const;
-  bool lives_at(int rank_slot, int process) const;
+  bool lives_at(int rank_index, int process) const;
   std::string state_here(int process) const;
   void await(std::unique_lock<std::mutex>& lock, int process, const char* doing, const std::function<bool()>& ready);
 
@@ -146,8 +146,8 @@ class Sharing {
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
   std::set<RegionName> mapped_;                     // of other processes
-  std::map<int, char*> signal_pads_;                // of other processes, by rank slot
-  Epochs epochs_;                                   // of this process, by rank slot, at the last heartbeat
+  std::map<int, char*> signal_pads_;                // of other processes, by rank index
+  Epochs epochs_;                                   // of this process, by rank index, at the last heartbeat
   bool closing_ = false;
   std::thread thread_;
 };

@@ -62,20 +62,20 @@ uint64_t next_region() {
   return ++last;
 }
 
-Note share_of(int rank_slot) {
+Note share_of(int rank_index) {
   Note note{};
   note.kind = Note::Kind::share;
-  note.rank_slot = rank_slot;
+  note.rank_index = rank_index;
   note.owner = kOwner;
   note.region = next_region();
   note.bytes = kBytes;
   return note;
 }
 
-Note note_of(Note::Kind kind, int rank_slot = -1) {
+Note note_of(Note::Kind kind, int rank_index = -1) {
   Note note{};
   note.kind = kind;
-  note.rank_slot = rank_slot;
+  note.rank_index = rank_index;
   return note;
 }
 
@@ -147,10 +147,10 @@ void every_breach() {
     std::memset(note.text, 'x', sizeof(note.text));
     v.send(note);
   });
-  for (const int rank_slot : {0, 2, -2, 1 << 30})
-    expect_breach("a rank slot that it does not have", [&](Victim& v) { v.send(share_of(rank_slot), {fd}); });
-  expect_breach("a rank slot that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
-  expect_breach("the signal pad of a rank slot twice", [&](Victim& v) {
+  for (const int rank_index : {0, 2, -2, 1 << 30})
+    expect_breach("a rank that it does not have", [&](Victim& v) { v.send(share_of(rank_index), {fd}); });
+  expect_breach("a rank that it does not have", [](Victim& v) { v.send(note_of(Note::Kind::heartbeat, 0)); });
+  expect_breach("the signal pad of a rank twice", [&](Victim& v) {
     v.send(share_of(1), {fd});
     v.send(share_of(1), {fd});
   });

@@ -165,8 +165,8 @@ inline void lines_of_different_processes() {
 inline void heartbeats() {
   const std::array<int, 2> sockets = socket_pair(), silent = socket_pair();
   const std::vector<std::vector<int>> line{{0, 1, 2}};
-  const auto hooks_of = [](int rank_slot, uint64_t epoch) {
-    return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{rank_slot, epoch}}; }};
+  const auto hooks_of = [](int rank_index, uint64_t epoch) {
+    return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{rank_index, epoch}}; }};
   };
   Sharing ahead({line, {-1, sockets[0], silent[0]}}, {0}, 3.2, hooks_of(0, 7));
   Sharing behind({line, {sockets[1], -1, -1}}, {0}, 3.2, hooks_of(1, 4));

@@ -79,7 +79,7 @@ inline void profile_cut_short() {
       for (int peer = 0; peer < rank; ++peer)
         spin_until(&comm.own_signal_pad->posted[peer], 1, &comm.own_signal_pad->never, clock_ns() + comm.timeout_ns);
       for (const RankProfile& each : profiler.stop()) {
-        expect(each.unfinished > 0 || each.rank_slot.rank == rank, "ops that go on are counted");
+        expect(each.unfinished > 0 || each.rank_id.rank == rank, "ops that go on are counted");
         for (const Span& span : each.spans)
           expect(span.phase == Phase::count || span.phase == Phase::post, "only what ended is there");
       }

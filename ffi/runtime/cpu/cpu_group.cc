@@ -16,24 +16,23 @@ CpuGroup::CpuGroup(std::vector<std::vector<int>> lines, double timeout_seconds, 
 
 CpuGroup::~CpuGroup() { close(); }
 
-void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankSlot rank_slot, Task task,
-                      Completion done) {
+void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankId rank_id, Task task, Completion done) {
   std::unique_lock lock(gather_mutex_);
   if (const std::optional<GroupError> error = failure()) {
     changed_.notify_one();  // watch() releases the parked ranks
     lock.unlock();
     return done(error);
   }
-  if (rank_slot.rank == stalled_arrival_) {
+  if (rank_id.rank == stalled_arrival_) {
     stalled_.push_back(std::move(done));
     return;
   }
-  const Key key{site, run, rank_slot.line};
+  const Key key{site, run, rank_id.line};
   const auto timeout = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_seconds()));
   WaitingOp& op = waiting_ops_.try_emplace(key, WaitingOp{what, Clock::now() + timeout, {}}).first->second;
-  op.arrivals.insert_or_assign(rank_slot.rank, Arrival{std::move(task), std::move(done)});
-  if (op.arrivals.size() == local_devices(rank_slot.line).size()) {
-    start(rank_slot.line, std::move(op.arrivals));
+  op.arrivals.insert_or_assign(rank_id.rank, Arrival{std::move(task), std::move(done)});
+  if (op.arrivals.size() == local_devices(rank_id.line).size()) {
+    start(rank_id.line, std::move(op.arrivals));
     waiting_ops_.erase(key);
   }
   changed_.notify_one();
@@ -44,9 +43,9 @@ void CpuGroup::arrive(const void* site, int64_t run, const Arriving& what, RankS
 void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   const auto running = std::make_shared<Running>(Running{arrivals.size(), {}});
   for (auto& [rank, arrival] : arrivals) {
-    const RankSlot rank_slot{line, rank};
+    const RankId rank_id{line, rank};
     workers_[line * size() + rank]->enqueue(
-        [this, rank_slot, running, arrival = std::move(arrival)] { run(rank_slot, arrival, *running); });
+        [this, rank_id, running, arrival = std::move(arrival)] { run(rank_id, arrival, *running); });
   }
 }
 
@@ -61,15 +60,15 @@ std::optional<GroupError> CpuGroup::perform(const Task& task) {
   }
 }
 
-std::optional<GroupError> CpuGroup::outcome(RankSlot rank_slot, const Task& task) {
-  while (rank_slot.rank == stalled_protocol_ && !failure() && !load_acquire(&signal_pad(rank_slot)->abort))
+std::optional<GroupError> CpuGroup::outcome(RankId rank_id, const Task& task) {
+  while (rank_id.rank == stalled_protocol_ && !failure() && !load_acquire(&signal_pad(rank_id)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (std::optional<GroupError> error = perform(task)) {
-    give_up(rank_slot, *error);
+    give_up(rank_id, *error);
     return error;
   }
-  if (std::optional<GroupError> error = reported(rank_slot)) return error;
-  const uint64_t abort = load_acquire(&signal_pad(rank_slot)->abort);
+  if (std::optional<GroupError> error = reported(rank_id)) return error;
+  const uint64_t abort = load_acquire(&signal_pad(rank_id)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
         "the group has failed at a peer, because rank " + std::to_string(abort - 1) +
@@ -77,8 +76,8 @@ std::optional<GroupError> CpuGroup::outcome(RankSlot rank_slot, const Task& task
   return failure();
 }
 
-void CpuGroup::run(RankSlot rank_slot, const Arrival& arrival, Running& running) {
-  std::optional<GroupError> error = outcome(rank_slot, arrival.task);
+void CpuGroup::run(RankId rank_id, const Arrival& arrival, Running& running) {
+  std::optional<GroupError> error = outcome(rank_id, arrival.task);
   const bool failed = error && is_fatal(error->kind);
   std::function<void()> complete = [done = arrival.done, error = std::move(error)] { done(error); };
   std::lock_guard lock(gather_mutex_);  // or watch() could be between looking for a failure and waiting for news

@@ -38,7 +38,7 @@ class CpuGroup final : public Group {
   // Takes the arrival of one rank at a call site, in a run of its program. When all local ranks of the line have
   // arrived, their tasks run. `done` is called exactly once, on a thread that may block. If the op has failed, `done`
   // is called when all these tasks have ended, as a slow task may still write into the buffers of other ranks.
-  void arrive(const void* site, int64_t run, const Arriving& what, RankSlot rank_slot, Task task, Completion done);
+  void arrive(const void* site, int64_t run, const Arriving& what, RankId rank_id, Task task, Completion done);
 
   // The most CTAs that an op has.
   int max_ctas() const { return 1; }
@@ -72,8 +72,8 @@ class CpuGroup final : public Group {
 
   void start(int line, std::map<int, Arrival> arrivals);
   static std::optional<GroupError> perform(const Task& task);
-  void run(RankSlot rank_slot, const Arrival& arrival, Running& running);
-  std::optional<GroupError> outcome(RankSlot rank_slot, const Task& task);
+  void run(RankId rank_id, const Arrival& arrival, Running& running);
+  std::optional<GroupError> outcome(RankId rank_id, const Task& task);
   void watch();
   void release(const GroupError& error);
   GroupError nobody_came(const Key& key, const WaitingOp& op) const;

@@ -36,8 +36,8 @@ inline ffi::Future fail_call(ffi::Error error) {
 }
 
 template <class Args>
-void run_here(Group& group, RankSlot rank_slot, int32_t site, const Args& args) {
-  const Reached<Args> reached = reach(group, rank_slot, args, site);
+void run_here(Group& group, RankId rank_id, int32_t site, const Args& args) {
+  const Reached<Args> reached = reach(group, rank_id, args, site);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
   with_kernel(reached.args, [&](auto format, const auto& kernel_args) {
     run_kernel<decltype(format)>(reached.comm, kernel_args, Coop{});
@@ -46,12 +46,12 @@ void run_here(Group& group, RankSlot rank_slot, int32_t site, const Args& args) 
 }
 
 template <class Args>
-ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, RankSlot rank_slot, int32_t site,
+ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, RankId rank_id, int32_t site,
                    const Args& args) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Task task = [group = group.get(), rank_slot, site, args] { run_here(*group, rank_slot, site, args); };
-  group->arrive(call.site, call.run, {signature_of(args), site}, rank_slot, std::move(task),
+  Task task = [group = group.get(), rank_id, site, args] { run_here(*group, rank_id, site, args); };
+  group->arrive(call.site, call.run, {signature_of(args), site}, rank_id, std::move(task),
                 [promise](const std::optional<GroupError>& error) mutable {
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
                 });

@@ -42,14 +42,14 @@ class PlatformGroup final : public Group {
 
   // Test hook: from now on this rank's ops are not launched.
   void stall(int rank, const std::string&) { stalled_ = rank; }
-  bool stalled(RankSlot rank_slot) const { return rank_slot.rank == stalled_; }
+  bool stalled(RankId rank_id) const { return rank_id.rank == stalled_; }
 
-  gpu::StreamOrder& order(RankSlot rank_slot) { return orders_[rank_slot.line * size() + rank_slot.rank]; }
+  gpu::StreamOrder& order(RankId rank_id) { return orders_[rank_id.line * size() + rank_id.rank]; }
 
  private:
   HardwareModel model_;
   int stalled_ = -1;
-  std::deque<gpu::StreamOrder> orders_;  // by rank slot
+  std::deque<gpu::StreamOrder> orders_;  // by rank index
 };
 
 // XLA's context of a call.
@@ -73,18 +73,18 @@ inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) 
 }
 
 // Fails the group, as this rank cannot run its op.
-inline ffi::Error give_up(PlatformGroup& group, RankSlot rank_slot, const GroupError& error) {
-  group.give_up(rank_slot, error);
+inline ffi::Error give_up(PlatformGroup& group, RankId rank_id, const GroupError& error) {
+  group.give_up(rank_id, error);
   return to_ffi(error);
 }
 
 template <class Args>
-ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, RankSlot rank_slot, int32_t site,
+ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group, RankId rank_id, int32_t site,
                   const Args& args) try {
   if (const std::optional<GroupError> failed = group->failure()) return to_ffi(*failed);
-  if (group->stalled(rank_slot)) return ffi::Error::Success();
-  const gpu::StreamOrder::Turn turn(group->order(rank_slot), call.stream);
-  Reached<Args> reached = reach(*group, rank_slot, args, site);
+  if (group->stalled(rank_id)) return ffi::Error::Success();
+  const gpu::StreamOrder::Turn turn(group->order(rank_id), call.stream);
+  Reached<Args> reached = reach(*group, rank_id, args, site);
   const auto start = [&]() -> std::optional<std::string> {
     if constexpr (kIsProduct<Args>) {
       const OverlapConfig config = plan_overlap(shape_of(args, group->size()), group->model());
@@ -102,12 +102,12 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = start();
   if (!error) error = explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return give_up(*group, rank_slot,
+  return give_up(*group, rank_id,
                  {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error});
 } catch (const GroupException& failure) {
-  return give_up(*group, rank_slot, failure.error);
+  return give_up(*group, rank_id, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, rank_slot, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what()});
+  return give_up(*group, rank_id, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what()});
 }
 
 template <class Args>
