@@ -183,7 +183,7 @@ class Op {
   // steps hides the latency.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&signal_pad->ticket); }
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
-  JAX_EP_FN int take_ticket(uint64_t asked) const { return coop.broadcast(static_cast<int>(asked)); }
+  JAX_EP_FN int take_ticket(uint64_t issued) const { return coop.broadcast(static_cast<int>(issued)); }
 
   // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up. All
   // lanes call.
@@ -191,7 +191,7 @@ class Op {
   // ask_abort() loads the abort word; take_abort() tells all lanes whether it was raised, as lane 0 saw it. A peer may
   // raise the word between the loads of two lanes, and lanes that disagree would wait for each other forever.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&signal_pad->abort) : ~uint64_t{0}; }
-  JAX_EP_FN bool take_abort(uint64_t asked) const { return coop.broadcast(asked != 0); }
+  JAX_EP_FN bool take_abort(uint64_t issued) const { return coop.broadcast(issued != 0); }
 
   // Adds `pushed` to the count of `chunk`. The coop that brings the count to `whole` raises the chunk's flag at every
   // rank. All lanes call.

@@ -35,17 +35,17 @@ class PushItems {
         looked_(op.coop.sender.index),
         has_own_(own_first && looked_ < own_) {
     if (!has_own_)
-      asked_ = op.ask_for_push_ticket();
+      issued_ = op.ask_for_push_ticket();
     else if (op.coop.lane == 0)
       claimed_before_ = atomic_exchange(&op.signal_pad->claimed[looked_], op.epoch);
     if (own_ > 0 && !has_own_) looked_ = looked_ % own_ - 1;
   }
 
   JAX_EP_FN int next() {
-    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(asked_);
+    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(issued_);
     if (item >= items_) return -1;
     begun_ = true;
-    asked_ = op_.ask_for_push_ticket();
+    issued_ = op_.ask_for_push_ticket();
     return item;
   }
 
@@ -71,7 +71,7 @@ class PushItems {
   int looked_;             // the item that was checked last
   const bool has_own_;
   bool begun_ = false;
-  uint64_t claimed_before_ = 0, asked_ = 0;
+  uint64_t claimed_before_ = 0, issued_ = 0;
   uint64_t patience_ns_ = kJoinNs;
 };
 
@@ -79,10 +79,10 @@ class PushItems {
 // visit(), which hides its latency.
 template <class Visit>
 JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
-  for (uint64_t asked = op.ask_for_ticket(); op.ok();) {
-    const int ticket = op.take_ticket(asked);
+  for (uint64_t issued = op.ask_for_ticket(); op.ok();) {
+    const int ticket = op.take_ticket(issued);
     if (ticket >= count) return;
-    asked = op.ask_for_ticket();
+    issued = op.ask_for_ticket();
     visit(ticket);
   }
 }

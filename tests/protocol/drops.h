@@ -17,13 +17,13 @@ inline std::vector<std::vector<int>> count_assignments(const std::vector<Rank>& 
 }
 
 // Who does not get all that it asks for gets as much as any other, but for the one thing that is left over.
-inline void check_fair(const std::vector<int>& asked, const std::vector<int>& given, int room) {
+inline void check_fair(const std::vector<int>& demand, const std::vector<int>& given, int room) {
   int sum = 0;
   bool short_of = false;
-  for (size_t i = 0; i < asked.size(); ++i) {
-    expect(given[i] <= asked[i], "nobody gets more than it asks for");
+  for (size_t i = 0; i < demand.size(); ++i) {
+    expect(given[i] <= demand[i], "nobody gets more than it asks for");
     sum += given[i];
-    if (given[i] == asked[i]) continue;
+    if (given[i] == demand[i]) continue;
     short_of = true;
     for (const int other : given) expect(other <= given[i] + 1, "quotas are fair");
   }
@@ -31,22 +31,22 @@ inline void check_fair(const std::vector<int>& asked, const std::vector<int>& gi
 }
 
 inline void check_quotas(const std::vector<Rank>& ranks, int capacity) {
-  const auto asked = count_assignments(ranks, false), kept = count_assignments(ranks, true);
+  const auto demand = count_assignments(ranks, false), kept = count_assignments(ranks, true);
   const auto steps = [](const std::vector<int>& rows) {
     int sum = 0;
     for (const int count : rows) sum += count;
     return ceil_div(sum, kAlignment);
   };
   for (int owner = 0; owner < kRanks; ++owner) {
-    std::vector<int> wanted, given;
+    std::vector<int> demand_steps, given;
     for (int e = 0; e < kLocal; ++e) {
       const int expert = owner * kLocal + e, size = ranks[owner].sizes[e];
-      wanted.push_back(steps(asked[expert]));
+      demand_steps.push_back(steps(demand[expert]));
       given.push_back(size / kAlignment);
       expect(steps(kept[expert]) == given[e], "group_sizes are the padded rows that are kept");
-      check_fair(asked[expert], kept[expert], size);
+      check_fair(demand[expert], kept[expert], size);
     }
-    check_fair(wanted, given, capacity / kAlignment);
+    check_fair(demand_steps, given, capacity / kAlignment);
   }
 }
 

@@ -106,10 +106,10 @@ class MatmulReduce {
     const int first = rows_.row_blocks.chunk_of(kept.begin);
     const int row_blocks = kept.begin < kept.end ? rows_.row_blocks.chunk_of(kept.end - 1) + 1 - first : 0;
     int ready = first;  // all row blocks before it are here
-    for (uint64_t asked = op_.ask_for_ticket(); op_.may_push();) {
-      const int ticket = op_.take_ticket(asked), row_block = first + ticket / parts_per_row_block();
+    for (uint64_t issued = op_.ask_for_ticket(); op_.may_push();) {
+      const int ticket = op_.take_ticket(issued), row_block = first + ticket / parts_per_row_block();
       if (row_block >= first + row_blocks) break;
-      asked = op_.ask_for_ticket();
+      issued = op_.ask_for_ticket();
       if (row_block >= ready) {
         ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {

@@ -265,8 +265,8 @@ class Router {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
   }
   // Posts if the last CTA is late. Called after the layout or the count, with what ask_posted() returned.
-  JAX_EP_FN void post_if_late(uint64_t asked) {
-    op_.post_by(op_.is_earlier(asked), window_addresses(args_, op_.comm.size));
+  JAX_EP_FN void post_if_late(uint64_t issued) {
+    op_.post_by(op_.is_earlier(issued), window_addresses(args_, op_.comm.size));
   }
 
   // The row of the first assignment of an expert that this rank places, for Histogram::number.
@@ -298,10 +298,10 @@ class RoutingByCounts : Router {
     count();
     op_.signal(&SignalPad::mailed, histogram_.is_first());
     op_.wait(&SignalPad::mailed);
-    const uint64_t asked = ask_posted();
+    const uint64_t issued = ask_posted();
     op_.enter(Phase::layout);
     lay_out();
-    post_if_late(asked);
+    post_if_late(issued);
     histogram_.barrier();
     op_.signal_here(&op_.signal_pad->laid_out, histogram_.is_first());
     op_.wait_posted();
@@ -399,9 +399,9 @@ class RoutingByChoices : Router {
     if (!histogram_.routes()) return;
     send_choices();
     op_.wait(&SignalPad::mailed);
-    const uint64_t asked = ask_posted();
+    const uint64_t issued = ask_posted();
     count();
-    post_if_late(asked);
+    post_if_late(issued);
     op_.enter(Phase::layout);
     segments_.lay_out(
         histogram_.part(), [&](int e) { return segments_.totals()[e]; }, [](int) { return 0; }, [](int) {});

@@ -91,10 +91,10 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  uint64_t asked = op.ask_abort();
+  uint64_t issued = op.ask_abort();
   const auto checked = [&](int token) -> const char* {
-    if (op.take_abort(asked)) return nullptr;
-    asked = op.ask_abort();  // for the next row; the load is hidden by the move of this row
+    if (op.take_abort(issued)) return nullptr;
+    issued = op.ask_abort();  // for the next row; the load is hidden by the move of this row
     return source(token);
   };
   int stolen = -1;
@@ -117,12 +117,12 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
 // Returns false once the group has failed.
 template <class Next, class Load, class Visit>
 JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit visit) {
-  uint64_t asked = op.ask_abort();
+  uint64_t issued = op.ask_abort();
   auto loaded = load(item);
-  while (!op.take_abort(asked)) {
+  while (!op.take_abort(issued)) {
     const int following = item < 0 ? -1 : next();
     const auto its = load(following);
-    asked = op.ask_abort();
+    issued = op.ask_abort();
     visit(item, loaded);
     if (item < 0) return true;
     item = following;

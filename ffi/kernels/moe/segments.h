@@ -64,7 +64,7 @@ JAX_EP_COLD_FN Quotas step_quotas(Coop coop, const int32_t* counts, int sources,
   });
 }
 
-// A rank that is asked for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
+// A rank with a demand for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
 // the scratch, [ranks, experts], turn a number into a row. An assignment's row is number + shift; if that is not below
 // `ends`, the assignment is dropped. A third table, `choice_counts`, counts the assignments if mail has choices.
 struct Overfull {

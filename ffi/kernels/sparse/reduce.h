@@ -188,10 +188,10 @@ class SparseReduce {
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
     const Batches batches = place_batches();
-    for (uint64_t asked = ask(); op_.may_push();) {
-      const int ticket = op_.take_ticket(asked);
+    for (uint64_t issued = ask(); op_.may_push();) {
+      const int ticket = op_.take_ticket(issued);
       if (ticket >= batches.count) break;
-      asked = ask();
+      issued = ask();
       const int home = (op_.comm.rank + 1 + ticket) % batches.homes;
       const Range all = places_of(home);
       const int begin = all.begin + ticket / batches.homes * batches.places,

@@ -94,11 +94,11 @@ class BulkMover {
     };
     InFlight queue[kStages - 1] = {};  // the parts under way, in order
     int done = -1;
-    for (int asked = 1;; ++asked) {  // one call of the sink asks for all parts: its code is inlined, and long
+    for (int issued = 1;; ++issued) {  // one call of load() issues all parts: its code is inlined, and long
       for (int i = 0; i < kStages - 2; ++i) queue[i] = queue[i + 1];
       queue[kStages - 2] = load();
       if (done >= 0) after(done, *this);
-      if (asked < kStages - 1) continue;
+      if (issued < kStages - 1) continue;
       const InFlight& out = queue[0];
       if (!out.bytes) break;
       const uint32_t stage = stored_++ % kStages;
