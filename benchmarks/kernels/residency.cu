@@ -83,7 +83,7 @@ Launch launch_of(const Args& args) {
 // dispatch, combine and combine's gradient of one routing.
 void add_routed(std::vector<Case>& cases, int ranks, int tokens) {
   const Shape shape{tokens, /*hidden=*/1024, /*top_k=*/8, /*experts=*/64};
-  const bool few = routes_by_choices(tokens, shape.top_k);
+  const bool few = routes_by_assignments(tokens, shape.top_k);
   Case dispatch{few ? "dispatch, few tokens" : "dispatch", {}, {}},
       combine{few ? "combine, few tokens" : "combine", {}, {}},
       scatter{few ? "its gradient, few tokens" : "its gradient", {}, {}};

@@ -46,9 +46,9 @@ struct Rank {
     a.alignment = kAlignment;
     a.wire = is_float8(way) ? Wire::float8 : Wire::plain;
     a.expand = way != Way::slots && way != Way::float8_slots;
-    a.by_choices = way != Way::straight && way != Way::float8 && routes_by_choices(count, kTopK);
+    a.by_assignments = way != Way::straight && way != Way::float8 && routes_by_assignments(count, kTopK);
     // Not eager are those that go straight to their rows.
-    a.eager = a.by_choices || a.wire == Wire::float8 || !a.expand ? count : count / 2;
+    a.eager = a.by_assignments || a.wire == Wire::float8 || !a.expand ? count : count / 2;
     a.token_weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.rows = reinterpret_cast<char*>(rows.data());
     a.indices = indices.data();

@@ -22,16 +22,17 @@ struct NamesOf<Wire> {
       {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
 };
 
-// Whether each rank sends its ids and weights to all ranks, and works out the whole routing (RoutingByChoices): if its
-// tokens are few, and a mailbox has room for their assignments.
-constexpr bool routes_by_choices(int num_tokens, int top_k) {
-  return num_tokens <= kFewTokens && num_tokens * top_k <= kMaxChoices;
+// Whether each rank sends its ids and weights to all ranks, and works out the whole routing (RoutingByAssignments): if
+// its tokens are few, and a mailbox has room for their assignments.
+constexpr bool routes_by_assignments(int num_tokens, int top_k) {
+  return num_tokens <= kFewTokens && num_tokens * top_k <= kMaxAssignments;
 }
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
-// All tokens are eager if they are routed by choices, or if receivers decode them: decoding needs landing slots anyway.
+// All tokens are eager if they are routed by assignments, or if receivers decode them: decoding needs landing slots
+// anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
-  const bool all = routes_by_choices(num_tokens, top_k) || wire == Wire::float8;
+  const bool all = routes_by_assignments(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
 }
 
@@ -58,9 +59,9 @@ struct DispatchArgs {
   int32_t* dropped;            // [1]
   int32_t* invalid;            // [1]
   int32_t* route_scratch;
-  bool by_choices;  // routes_by_choices()
-  int eager;        // the number of eager tokens, which are the first ones
-  char* landing;    // [R, eager] landing slots; null if tokens land in `rows`
+  bool by_assignments;  // routes_by_assignments()
+  int eager;            // the number of eager tokens, which are the first ones
+  char* landing;        // [R, eager] landing slots; null if tokens land in `rows`
 
   // Whether tokens land in their final slots of `rows`.
   JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
@@ -161,7 +162,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit("zero_unused", "zero_unused", &Args::zero_unused);
   }
   static void complete(Args& args, int, bool) {
-    args.by_choices = routes_by_choices(args.num_tokens, args.top_k);
+    args.by_assignments = routes_by_assignments(args.num_tokens, args.top_k);
     args.eager = args.expand ? eager_tokens(args.num_tokens, args.top_k, args.wire) : args.num_tokens;
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
@@ -192,8 +193,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     visit(operand("expert_ids", Values::int32, tokens, top_k), &Args::expert_ids);
     visit(operand("token_weights", Values::float32, tokens, top_k), &Args::token_weights);
     visit(result("rows", rows, moved, a.hidden).for_peers(straight), &Args::rows);
-    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.by_choices), &Args::row_of);
-    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.by_choices), &Args::weights);
+    visit(result("row_of", Values::int32, ranks, tokens, top_k).for_peers(!a.by_assignments), &Args::row_of);
+    visit(result("weights", Values::float32, ranks, tokens, top_k).for_peers(!a.by_assignments), &Args::weights);
     visit(result("scales", Values::float32, moved, a.hidden / kScaleBlock).when(float8).for_peers(straight),
           &Args::scales);
     visit(result("indices", Values::int32, a.capacity).when(!a.expand).undelivered_as(Undelivered::index),

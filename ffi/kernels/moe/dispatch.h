@@ -337,8 +337,8 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   post_dispatch(op, args);
-  if (args.by_choices)
-    RoutingByChoices(op, args).run();
+  if (args.by_assignments)
+    RoutingByAssignments(op, args).run();
   else
     RoutingByCounts(op, args).run();
   op.wait_posted();

@@ -10,9 +10,10 @@
 
 namespace jax_ep {
 
-// A mailbox has a number for each expert (RoutingByCounts), or one for each assignment of a rank (RoutingByChoices).
+// A mailbox has a number for each expert (RoutingByCounts), or one for each assignment of a rank
+// (RoutingByAssignments).
 constexpr int kMaxExperts = kMailNumbers;
-constexpr int kMaxChoices = kMailNumbers;
+constexpr int kMaxAssignments = kMailNumbers;
 // How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
 constexpr int kFewTokens = 512;     // the most tokens of a rank that are few: each is then a chunk
 constexpr int kChunkTokens = 512;   // the least tokens of a chunk if tokens are not few
@@ -76,7 +77,7 @@ constexpr int kMaxRouters = 16;
 // Scratch of routing: tables that follow each other. A histogram has a bin for each expert, and one for invalid ids.
 // The tables from `shifts` on exist if rows may be dropped (Overfull).
 struct RouteScratch {
-  enum Table { kCoopBins, kCtaBins, kFirstRows, kTotals, kNeeded, kShifts, kEnds, kChoiceCounts, kTables };
+  enum Table { kCoopBins, kCtaBins, kFirstRows, kTotals, kNeeded, kShifts, kEnds, kAssignmentCounts, kTables };
 
   int32_t* ints;
   int num_experts, ranks;
@@ -87,7 +88,7 @@ struct RouteScratch {
     return ints_of(kCoopBins, kMaxRouters * kMaxCtaCoops * bins) + ints_of(kCtaBins, kMaxRouters * bins) +
            ints_of(kFirstRows, experts) + ints_of(kTotals, experts) + ints_of(kNeeded, ranks) +
            ints_of(kShifts, ranks * experts) + ints_of(kEnds, ranks * experts) +
-           ints_of(kChoiceCounts, ranks * experts);
+           ints_of(kAssignmentCounts, ranks * experts);
   }
   JAX_EP_FN int32_t* table(Table which) const { return ints + ints_before(which, num_experts, ranks); }
 
@@ -100,7 +101,7 @@ struct RouteScratch {
   JAX_EP_FN int32_t* needed() const { return table(kNeeded); }         // [R] rows
   JAX_EP_FN int32_t* shifts() const { return table(kShifts); }         // [R, E]
   JAX_EP_FN int32_t* ends() const { return table(kEnds); }             // [R, E]
-  JAX_EP_FN int32_t* choice_counts() const { return table(kChoiceCounts); }  // [R, E]
+  JAX_EP_FN int32_t* assignment_counts() const { return table(kAssignmentCounts); }  // [R, E]
 };
 JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool drop) {
   return RouteScratch::ints_before(drop ? RouteScratch::kTables : RouteScratch::kShifts, num_experts, ranks);

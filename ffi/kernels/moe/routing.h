@@ -12,7 +12,7 @@
 namespace jax_ep {
 
 // An assignment, without its token.
-struct Choice {
+struct Assignment {
   int expert;
   float weight;
 };
@@ -39,14 +39,14 @@ class Histogram {
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.barrier_of_first(ctas_); }
 
-  // Counts the experts of choice_of(item) for every item, and calls take(bin, total) once for every bin. On return all
-  // routing coops see what take() wrote.
-  template <class ChoiceOf, class Take>
-  JAX_EP_FN void count(ChoiceOf choice_of, Take take) {
+  // Counts the experts of assignment_of(item) for every item, and calls take(bin, total) once for every bin. On return
+  // all routing coops see what take() wrote.
+  template <class AssignmentOf, class Take>
+  JAX_EP_FN void count(AssignmentOf assignment_of, Take take) {
     int32_t* mine = bins(coop_.in_cta.index);
     for (int i = coop_.lane; i < scratch_.histogram_ints(); i += Coop::lanes) mine[i] = 0;
     coop_.sync();
-    for_each(choice_of, [&](int, int bin, float) {
+    for_each(assignment_of, [&](int, int bin, float) {
       if (bin >= 0) atomic_add(&mine[bin], 1);
     });
     coop_.cta_sync();
@@ -60,8 +60,8 @@ class Histogram {
 
   // Calls visit(item, bin, position, weight) for this coop's part. first_of(expert) is the first position of a bin.
   // All lanes call visit together: item is -1 past the last item, and bin is -1 for a skipped assignment.
-  template <class ChoiceOf, class FirstOf, class Visit>
-  JAX_EP_FN void number(ChoiceOf choice_of, FirstOf first_of, Visit visit) {
+  template <class AssignmentOf, class FirstOf, class Visit>
+  JAX_EP_FN void number(AssignmentOf assignment_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.in_cta.index);
     const int32_t* before = scratch_.cta_bins(coop_.cta.index);
     for (int first = coop_.lane; first < scratch_.num_experts; first += kAhead * Coop::lanes) {
@@ -74,7 +74,8 @@ class Histogram {
         if (const int e = first + i * Coop::lanes; e < scratch_.num_experts) mine[e] += starts[i];
     }
     coop_.sync();
-    for_each(choice_of, [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
+    for_each(assignment_of,
+             [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
   }
 
   // How many values a lane loads before it uses the first.
@@ -112,20 +113,20 @@ class Histogram {
   }
 
   // Items are read from memory a few steps ahead.
-  template <class ChoiceOf, class Visit>
-  JAX_EP_FN void for_each(ChoiceOf choice_of, Visit visit) {
+  template <class AssignmentOf, class Visit>
+  JAX_EP_FN void for_each(AssignmentOf assignment_of, Visit visit) {
     if (!op_.ok()) return;  // mail that did not come in time must not be read
     for (int first = mine_.begin; first < mine_.end; first += kAhead * Coop::lanes) {
       if (first != ahead_from_)
         for (int i = 0; i < kAhead; ++i)
-          ahead_[i] = choice_of(smaller(first + i * Coop::lanes + coop_.lane, mine_.end - 1));
+          ahead_[i] = assignment_of(smaller(first + i * Coop::lanes + coop_.lane, mine_.end - 1));
       ahead_from_ = first;
-      Choice left[kAhead];
+      Assignment left[kAhead];
       for (int i = 0; i < kAhead; ++i) left[i] = ahead_[i];
       JAX_EP_ROLLED
       for (int i = 0; i < kAhead && first + i * Coop::lanes < mine_.end; ++i) {
         const int item = first + i * Coop::lanes + coop_.lane;
-        const Choice next = pop_front(left);
+        const Assignment next = pop_front(left);
         const int bin = item < mine_.end ? bin_of(next.expert) : -1;
         visit(item < mine_.end ? item : -1, bin, next.weight);
       }
@@ -182,7 +183,7 @@ class Histogram {
   const Coop coop_;
   const int ctas_;
   const Range mine_;
-  Choice ahead_[kAhead];  // a lane's items from ahead_from_ on; a small part is read only once
+  Assignment ahead_[kAhead];  // a lane's items from ahead_from_ on; a small part is read only once
   int ahead_from_ = -1;
 };
 
@@ -201,10 +202,10 @@ class RoutingResults {
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.signal_pad->placed[op_.comm.rank]); }
 
   // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. In
-  // routing by choices this rank itself places all of them.
+  // routing by assignments this rank itself places all of them.
   JAX_EP_FN bool all_placed() const {
     await_placed();
-    if (!args_.by_choices) op_.wait(&SignalPad::placed);
+    if (!args_.by_assignments) op_.wait(&SignalPad::placed);
     return op_.ok() && segments_.check_capacity();
   }
 
@@ -311,13 +312,13 @@ class RoutingByCounts : Router {
   }
 
  private:
-  JAX_EP_FN Choice choice(int item) const { return {args_.expert_ids[item], args_.token_weights[item]}; }
+  JAX_EP_FN Assignment assignment(int item) const { return {args_.expert_ids[item], args_.token_weights[item]}; }
 
   // Counts this rank's assignments by expert into the peers' mail.
   JAX_EP_FN void count() {
     op_.enter(Phase::count);
     if (histogram_.is_first() && op_.coop.lane == 0) *args_.dropped = 0;
-    histogram_.count([&](int item) { return choice(item); },
+    histogram_.count([&](int item) { return assignment(item); },
                      [&](int e, int total) {
                        if (e == args_.num_experts)
                          *args_.invalid = total;
@@ -360,7 +361,7 @@ class RoutingByCounts : Router {
     int dropped = 0;
     const LaneWindow<int32_t> rows(op_, kWindow<&DispatchArgs::row_of>);
     const LaneWindow<float> weights(op_, kWindow<&DispatchArgs::weights>);
-    histogram_.number([&](int item) { return choice(item); }, first_rows(),
+    histogram_.number([&](int item) { return assignment(item); }, first_rows(),
                       [&](int index, int bin, int row, float weight) {
                         Target target{-1, -1};
                         if (bin >= 0 && bin < args_.num_experts) {
@@ -385,11 +386,11 @@ class RoutingByCounts : Router {
   }
 };
 
-// Routes few tokens by choices. Every rank sends its choices to all ranks, and each rank works out the whole routing.
-// Ranks exchange messages only once, while the tokens travel to landing slots.
-class RoutingByChoices : Router {
+// Routes few tokens by assignments. Every rank sends its assignments to all ranks, and each rank works out the whole
+// routing. Ranks exchange messages only once, while the tokens travel to landing slots.
+class RoutingByAssignments : Router {
  public:
-  JAX_EP_FN RoutingByChoices(Op& op, const DispatchArgs& args)
+  JAX_EP_FN RoutingByAssignments(Op& op, const DispatchArgs& args)
       : Router(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
@@ -397,7 +398,7 @@ class RoutingByChoices : Router {
   // The other coops wait for the results only where they need them: see RoutingResults.
   JAX_EP_FN void run() {
     if (!histogram_.routes()) return;
-    send_choices();
+    send_assignments();
     op_.wait(&SignalPad::mailed);
     const uint64_t issued = ask_posted();
     count();
@@ -413,7 +414,7 @@ class RoutingByChoices : Router {
   }
 
  private:
-  JAX_EP_FN void send_choices() {
+  JAX_EP_FN void send_assignments() {
     const Coop& coop = op_.coop;
     if (!histogram_.is_first_cta()) return;
     op_.enter(Phase::count);
@@ -421,10 +422,10 @@ class RoutingByChoices : Router {
     const int step = coop.in_cta.count * Coop::lanes;
     for (int first = coop.in_cta.index * Coop::lanes + coop.lane; op_.ok() && first < per_rank_;
          first += kAhead * step) {
-      Choice choices[kAhead];
+      Assignment assignments[kAhead];
       for (int i = 0; i < kAhead; ++i) {
         const int item = smaller(first + i * step, per_rank_ - 1);
-        choices[i] = {args_.expert_ids[item], args_.token_weights[item]};
+        assignments[i] = {args_.expert_ids[item], args_.token_weights[item]};
       }
       for (int rank = 0; rank < op_.comm.size; ++rank) {
         int32_t* const experts = SentMail(op_).ints(rank);
@@ -432,8 +433,8 @@ class RoutingByChoices : Router {
         for (int i = 0; i < kAhead; ++i) {
           const int item = first + i * step;
           if (item >= per_rank_) continue;
-          experts[item] = choices[i].expert;
-          weights[item] = choices[i].weight;
+          experts[item] = assignments[i].expert;
+          weights[item] = assignments[i].weight;
         }
       }
     }
@@ -442,7 +443,7 @@ class RoutingByChoices : Router {
   }
 
   // Assignment number `item` of all ranks' assignments, in the order of the ranks.
-  JAX_EP_FN Choice choice(int item) const {
+  JAX_EP_FN Assignment assignment(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
     const ReceivedMail mail(op_);
     return {mail.ints(source)[at], mail.floats(source)[at]};
@@ -455,7 +456,7 @@ class RoutingByChoices : Router {
          i += histogram_.part().count * Coop::lanes)
       args_.counts[i] = 0;
     if (histogram_.is_first() && coop.lane == 0) *args_.dropped = *args_.invalid = 0;
-    histogram_.count([&](int item) { return choice(item); },
+    histogram_.count([&](int item) { return assignment(item); },
                      [&](int e, int total) {
                        if (e < args_.num_experts) segments_.totals()[e] = total;
                      });
@@ -468,7 +469,7 @@ class RoutingByChoices : Router {
     const Divider by_local(local_);
     const bool fits = !args_.drop || segments_.rank_without_room() < 0;
     int dropped = 0, invalid = 0;
-    histogram_.number([&](int item) { return choice(item); }, first_rows(),
+    histogram_.number([&](int item) { return assignment(item); }, first_rows(),
                       [&](int item, int bin, int number, float weight) {
                         if (item < 0) return;
                         const bool valid = bin >= 0 && bin < args_.num_experts;

@@ -66,25 +66,25 @@ JAX_EP_COLD_FN Quotas step_quotas(Coop coop, const int32_t* counts, int sources,
 
 // A rank with a demand for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
 // the scratch, [ranks, experts], turn a number into a row. An assignment's row is number + shift; if that is not below
-// `ends`, the assignment is dropped. A third table, `choice_counts`, counts the assignments if mail has choices.
+// `ends`, the assignment is dropped. A third table, `assignment_counts`, has count() if mail has assignments.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank
   int capacity, alignment;
-  int assignments;  // of each source
-  bool by_choices;  // mail has choices, not counts
+  int assignments;      // of each source
+  bool by_assignments;  // mail has assignments, not counts
   ReceivedMail mail;
   int32_t* sizes;  // [L] group sizes of `rank`
 
   JAX_EP_FN int at(int source, int expert) const { return source * scratch.num_experts + expert; }
   JAX_EP_FN int count(int source, int expert) const {
-    return by_choices ? scratch.choice_counts()[at(source, expert)] : mail.ints(source)[expert];
+    return by_assignments ? scratch.assignment_counts()[at(source, expert)] : mail.ints(source)[expert];
   }
 };
 
-// Counts the assignments to the experts [first, end), if mail has choices. All lanes call.
-JAX_EP_FN void count_choices(const Coop& coop, const Overfull& over, int first, int end) {
-  int32_t* const counts = over.scratch.choice_counts();
+// Counts the assignments to the experts [first, end), if mail has assignments. All lanes call.
+JAX_EP_FN void count_by_expert(const Coop& coop, const Overfull& over, int first, int end) {
+  int32_t* const counts = over.scratch.assignment_counts();
   for (int source = 0; source < over.scratch.ranks; ++source)
     for (int e = first + coop.lane; e < end; e += Coop::lanes) counts[over.at(source, e)] = 0;
   coop.sync();
@@ -112,7 +112,7 @@ JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& s
   JAX_EP_ROLLED
   for (int source = 0; source < ranks; ++source) {
     const int at = over.at(source, expert), end = number + over.count(source, expert);
-    if (source == (over.by_choices ? 0 : over.rank)) over.scratch.first_rows()[expert] = number;
+    if (source == (over.by_assignments ? 0 : over.rank)) over.scratch.first_rows()[expert] = number;
     over.scratch.shifts()[at] = row - number;
     row += kept(source, quotas);
     over.scratch.ends()[at] = row;
@@ -125,7 +125,7 @@ JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& s
 JAX_EP_COLD_FN void divide_rows(Coop coop, Overfull over) {
   const int ranks = over.scratch.ranks, local = over.scratch.num_experts / ranks, first = over.owner * local;
   int32_t* const rows = over.scratch.totals() + first;
-  if (over.by_choices) count_choices(coop, over, first, first + local);
+  if (over.by_assignments) count_by_expert(coop, over, first, first + local);
   for (int e = coop.lane; e < local; e += Coop::lanes) {
     int sum = 0;
     for (int source = 0; source < ranks; ++source) sum += over.count(source, first + e);
@@ -173,7 +173,7 @@ class Segments {
     }
   }
 
-  // [E] the assignments of each expert. In routing by choices, the caller counts them before lay_out().
+  // [E] the assignments of each expert. In routing by assignments, the caller counts them before lay_out().
   JAX_EP_FN int32_t* totals() const { return scratch_.totals(); }
 
   // The row of the first assignment of an expert that this rank places.
@@ -181,7 +181,7 @@ class Segments {
 
   JAX_EP_FN RowCounts counts() const {
     const int rank = op_.comm.rank, end = scratch_.needed()[rank];
-    if (args_.by_choices || (args_.drop && end > args_.capacity)) return {totals() + rank * local_, 1, local_, end};
+    if (args_.by_assignments || (args_.drop && end > args_.capacity)) return {totals() + rank * local_, 1, local_, end};
     return {args_.counts, op_.comm.size, local_, end};
   }
 
@@ -213,10 +213,14 @@ class Segments {
 
  private:
   JAX_EP_FN Overfull overfull(int owner) const {
-    return {scratch_,         owner,
-            op_.comm.rank,    args_.capacity,
-            args_.alignment,  args_.num_tokens * args_.top_k,
-            args_.by_choices, ReceivedMail(op_),
+    return {scratch_,
+            owner,
+            op_.comm.rank,
+            args_.capacity,
+            args_.alignment,
+            args_.num_tokens * args_.top_k,
+            args_.by_assignments,
+            ReceivedMail(op_),
             args_.group_sizes};
   }
 
