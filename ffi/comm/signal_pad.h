@@ -125,8 +125,8 @@ JAX_EP_FN void clear_counts(SignalPad* signal_pad) {
   store_relaxed(&signal_pad->push_ticket, uint64_t{0});
 }
 
-// Handed to every kernel by value. A launch reads its arguments from uncached memory in lines of 64 bytes, so the first
-// line holds what all coops need at once.
+// Handed to every kernel by value. A launch reads its arguments from uncached memory, 64 bytes at a time, so the first
+// 64 bytes hold what all coops need at once.
 struct Comm {
   int rank;
   int size;
