@@ -22,15 +22,16 @@ struct Caller {
   std::optional<ffi::Error> error;
 };
 
-inline Caller find_caller(const Call& call, std::optional<int64_t> id) {
+inline Caller find_caller(const Call& call, const char* op, std::optional<int64_t> id) {
   Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
   if (!caller.group) {
     caller.error = to_ffi(group_not_open());
   } else if (const std::optional<RankId> rank_id = caller.group->find_rank_id(call.device)) {
     caller.rank_id = *rank_id;
   } else {
-    caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                              "device " + std::to_string(call.device) + " is not in the group of this program");
+    caller.error = ffi::Error(
+        ffi::ErrorCode::kInvalidArgument,
+        std::string(op) + ": device must be in the group of this program, got device " + std::to_string(call.device));
   }
   return caller;
 }
@@ -55,7 +56,7 @@ LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets 
   Caller caller{};
   int ranks = 1;
   if constexpr (!kIsLocal<Args>) {
-    caller = find_caller(call, settings.integer("group"));
+    caller = find_caller(call, OpSpec<Args>::kFfiTarget, settings.integer("group"));
     if (caller.error) return fail_call(*caller.error);
     ranks = caller.group->size();
   }

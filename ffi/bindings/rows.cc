@@ -13,10 +13,10 @@ ffi::Error execute_mark(Call call, ffi::RemainingArgs arguments, ffi::RemainingR
                         ffi::Dictionary attributes) {
   const CallBuffers buffers(arguments, returned);
   for (size_t i = 0; i < buffers.results.size(); ++i)
-    if (const auto error = compare_places("what is marked", buffers.operands[i], buffers.results[i]))
+    if (const auto error = compare_places("mark: a result", buffers.operands[i], buffers.results[i]))
       return {ffi::ErrorCode::kInvalidArgument, *error};
   const Attributes settings(attributes);
-  const Caller caller = find_caller(call, settings.integer("group"));
+  const Caller caller = find_caller(call, "mark", settings.integer("group"));
   if (caller.error) return *caller.error;
   return mark(call, caller.group->marks(caller.rank_id), settings.option("begins").value_or(false),
               number_of_site(settings.text("site").value_or("")));

@@ -31,9 +31,10 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
         Neighbours{processes_, std::move(neighbours.sockets)}, local_devices(), timeout_seconds,
         Sharing::Hooks{[this](int process, const std::string& why) { lose(process, why); },
                        [this] { return open_ ? local_epochs() : Epochs{}; }});
-  if (lines_.empty() || lines_.front().empty()) throw std::invalid_argument("a group needs at least one device");
+  if (lines_.empty() || lines_.front().empty())
+    throw std::invalid_argument("Group: lines must have at least one device, got none");
   if (size() > kMaxRanks)
-    throw std::invalid_argument("a group has at most " + std::to_string(kMaxRanks) + " ranks, got " +
+    throw std::invalid_argument("Group: a line must have at most " + std::to_string(kMaxRanks) + " ranks, got " +
                                 std::to_string(size()));
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
   epochs_taken_.resize(line_count());
