@@ -18,34 +18,34 @@ def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.repeat(jnp.arange(experts + 1, dtype=jnp.int32), sizes, total_repeat_length=rows)
 
 
-def fair_quotas(asked: jax.Array, room: jax.Array | int) -> jax.Array:
-    """Divides `room` [...] among members that ask for `asked` [..., n]. Returns [..., n]: what each gets.
+def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
+    """Divides `room` [...] among members that ask for `demand` [..., n]. Returns [..., n]: what each gets.
 
     A member gets what it asks for, up to the highest common level that fits. The rest goes, one each, to the first
     members that ask for more.
     """
-    ascending, room = jnp.sort(asked), jnp.asarray(room, jnp.int32)[..., None]
+    ascending, room = jnp.sort(demand), jnp.asarray(room, jnp.int32)[..., None]
     before = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
-    others = jnp.arange(asked.shape[-1], 0, -1, dtype=jnp.int32)  # if all before get what they ask for
+    others = jnp.arange(demand.shape[-1], 0, -1, dtype=jnp.int32)  # if all before get what they ask for
     level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
-    quotas, more = jnp.minimum(asked, level), asked > level
+    quotas, more = jnp.minimum(demand, level), demand > level
     left = room - quotas.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     return quotas + (more & (jnp.cumsum(more, axis=-1) <= left))
 
 
-def rows_of_experts(asked: jax.Array, alignment: int, capacity: int) -> jax.Array:
-    """The rows [..., L] that a rank's experts keep of `asked`, by quotas in steps of `alignment` rows."""
-    steps = fair_quotas(-(-asked // alignment), capacity // alignment)
-    return jnp.minimum(asked, steps * alignment)
+def rows_of_experts(demand: jax.Array, alignment: int, capacity: int) -> jax.Array:
+    """The rows [..., L] that a rank's experts keep of `demand`, by quotas in steps of `alignment` rows."""
+    steps = fair_quotas(-(-demand // alignment), capacity // alignment)
+    return jnp.minimum(demand, steps * alignment)
 
 
-def rows_of_sources(asked: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
-    """The rows [R, E] that the source ranks keep of `asked`, if experts keep `kept` [E].
+def rows_of_sources(demand: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
+    """The rows [R, E] that the source ranks keep of `demand`, if experts keep `kept` [E].
 
     Rows left over go one each to the sources, starting at source e modulo R. `first`: the number of the first expert.
     """
-    ranks, experts = asked.shape
+    ranks, experts = demand.shape
     begin = (first + jnp.arange(experts, dtype=jnp.int32))[:, None]
     turns = jnp.arange(ranks, dtype=jnp.int32)
-    in_turn = jnp.take_along_axis(asked.T, (begin + turns) % ranks, axis=1)
+    in_turn = jnp.take_along_axis(demand.T, (begin + turns) % ranks, axis=1)
     return jnp.take_along_axis(fair_quotas(in_turn, kept), (turns - begin) % ranks, axis=1).T

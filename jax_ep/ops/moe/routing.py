@@ -40,9 +40,9 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
     expert = jnp.where(valid, ids, experts)
     source = jnp.arange(ids.size, dtype=jnp.int32) // max(ids.size // sources, 1)
     position, counts = positions(expert.reshape(sources, -1), experts)
-    asked, kept = counts.sum(axis=0, dtype=jnp.int32), counts
+    demand, kept = counts.sum(axis=0, dtype=jnp.int32), counts
     if config.drop:
-        rows = rows_of_experts(asked.reshape(config.size, local), config.alignment, config.capacity).reshape(-1)
+        rows = rows_of_experts(demand.reshape(config.size, local), config.alignment, config.capacity).reshape(-1)
         kept = rows_of_sources(counts, rows, first_expert)
     rows = kept.sum(axis=0, dtype=jnp.int32)
     padded, ends, sizes = segments(rows.reshape(config.size, local), config.alignment, config.capacity)
