@@ -84,7 +84,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
 
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
-  constexpr int kMove = 128 + 3 * 7168, kStream = 128 + 7 * 4096;
+  constexpr int kMove = 128 + 3 * 7168, kStream = kWarpBytes;
   const bool few = argc > 2 && !std::strcmp(argv[2], "few");
   if (!few) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
   if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
@@ -92,10 +92,10 @@ int main(int argc, char** argv) {
   std::vector<LaunchConfig> dispatches, combines;
   for (const int ctas : {24, 64, 96, 128}) {
     dispatches.push_back({ctas, 256, 6, kMove});
-    for (const int senders : {2, 3, 4, 6}) dispatches.push_back({ctas, 256, senders, kStream});
+    for (int senders = 2; senders <= 7; ++senders) dispatches.push_back({ctas, 256, senders, kStream});
   }
   for (const int ctas : {24, 64, 96, 128})
-    for (const int senders : {4, 6, 8}) combines.push_back({ctas, 256, senders, kStream});
+    for (int senders = 4; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {

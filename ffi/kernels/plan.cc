@@ -4,17 +4,10 @@
 
 #include "kernels/moe/layout.h"
 #include "kernels/sparse/args.h"
-#include "rows/movers.h"
 
 namespace jax_ep {
 namespace {
 
-// Shared memory of a coop; eight coops use all that a CTA may have on sm_90. After the barriers a kernel has
-// - Float8RowsDispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
-// - LongCombineArgs: one half row of 16-bit values to write, and three to read;
-// - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
-// - kernels with a RowMover: a ring of three parts of a row.
-constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
 static_assert(kH200.rows.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
 
 int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
