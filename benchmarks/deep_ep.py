@@ -1,7 +1,7 @@
 """dispatch and combine beside DeepEP's on the GPUs of one host: `python -m jax_ep bench deep_ep --source DIR`.
 
 `bash benchmarks/peers/deep_ep.sh DIR` builds DeepEP. Its ranks are processes, in turns with ours on the same GPUs and
-ids, after as much heat. The host's part does not count: our calls are in jitted loops, and DeepEP's are all enqueued
+ids, after the same warm-up. The host's part does not count: our calls are in jitted loops, and DeepEP's are enqueued
 before the first ends. Its low-latency ops take the least of that time and of their kernels' durations, which its own
 test reports.
 

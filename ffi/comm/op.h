@@ -46,8 +46,8 @@ class Op {
 
   // ---- Life: post, report, finish ----
 
-  // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts, after it has met the
-  // coops that wrote the rest of the mail.
+  // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts; it must first have
+  // passed a barrier with the coops that wrote the rest of the mail.
   JAX_EP_FN void post(const WindowAddresses& windows) {
     record_begin(is_recorder());
     post_by(coop.index == 0, windows);

@@ -45,7 +45,7 @@ def moe_mlp(
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
-      expert_ids: [T, K] integers in [0, E); -1 skips.
+      expert_ids: [T, K] integers in [0, E); -1 is no expert.
       weights: [T, K] floats, or None for 1.
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.

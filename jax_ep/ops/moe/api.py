@@ -81,7 +81,8 @@ def dispatch(
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
-      expert_ids: [T, K] integers in [0, num_experts); -1 skips. Others are counted in `routing.invalid` and skipped.
+      expert_ids: [T, K] integers in [0, num_experts); -1 is no expert. Any other is skipped, and counted in
+        `routing.invalid`.
       weights: [T, K] floats for `combine`, which takes them as float32, or None for 1.
       group: the open group of the ranks.
       num_experts: E, a multiple of the group's size R.
