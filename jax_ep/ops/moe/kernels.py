@@ -107,7 +107,8 @@ def _combine_locally(rows: jax.Array, routing: Routing, weights: jax.Array | Non
 
     The tokens of a dispatch that failed become NaN.
     """
-    row_of, undelivered = routing.row_of[0], routing.targets < -1  # ffi/comm/result.h: is_undelivered
+    row_of = routing.row_of[0]
     nothing = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)
-    total = jnp.where(undelivered.any(axis=1, keepdims=True), jnp.nan, nothing)
+    undelivered = (routing.targets[:, :1] < -1).any(axis=1, keepdims=True)  # as ffi/comm/result.h; K may be 0
+    total = jnp.where(undelivered, jnp.nan, nothing)
     return add_rows_of_tokens(total, rows, row_of, None if weights is None else weights[0]).astype(rows.dtype)
