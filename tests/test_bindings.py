@@ -102,6 +102,19 @@ def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
         helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))
 
 
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [(2, "a result must be the operand that it updates"), (1, "there must be 2 operands and 2 results, got 1 and 2")],
+)
+def test_a_mark_is_in_place(operands: int, message: str, group: Group) -> None:
+    def body(x: jax.Array) -> Any:
+        call = jax.ffi.ffi_call("jax_ep_mark", [vary.result_type(x.shape, x.dtype, x)] * 2)
+        return call(*[x, x + 1][:operands], group=np.int64(helpers.native(group).id), site="", begins=True, **RELEASE)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mark: {message}"):
+        helpers.fetch(helpers.per_rank(body, group.mesh)(np.zeros((SIZE, 4), np.float32)))
+
+
 # Products that need no group: one op. The library for CPUs has no kernels for them, but checks their calls alike.
 # By a name of the test: settings, operands (name, dtype, shape), and the result.
 GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]], tuple[str, tuple[int, ...]]]] = {

@@ -73,6 +73,11 @@ struct BufferCounts {
   size_t operands, results;
   size_t updated = 0;  // the last operands: what updated results begin as
 };
+inline std::optional<std::string> compare(const BufferCounts& counts, const CallBuffers& call) {
+  if (call.operands.size() == counts.operands && call.results.size() == counts.results) return std::nullopt;
+  return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
+         " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
+}
 template <class Args>
 BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes) {
   BufferCounts counts{0, workspace_bytes > 0};
@@ -90,9 +95,7 @@ template <class Args>
 std::optional<std::string> set_pointers(const CallBuffers& call, int ranks, Args* args) {
   const int64_t workspace_bytes = for_each_part(*args, ranks, [](auto, int64_t) {});
   const BufferCounts counts = count_buffers(*args, ranks, workspace_bytes);
-  if (call.operands.size() != counts.operands || call.results.size() != counts.results)
-    return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
-           " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
+  if (auto miscount = compare(counts, call)) return miscount;
   const char* const where = kIsLocal<Args> ? "" : " in this group";
   auto operand = call.operands.begin(), result = call.results.begin();
   auto origin = call.operands.end() - counts.updated;

@@ -12,9 +12,10 @@ namespace {
 ffi::Error execute_mark(Call call, ffi::RemainingArgs arguments, ffi::RemainingRets returned,
                         ffi::Dictionary attributes) {
   const CallBuffers buffers(arguments, returned);
-  for (size_t i = 0; i < buffers.results.size(); ++i)
-    if (const auto error = compare_places("mark: a result", buffers.operands[i], buffers.results[i]))
-      return {ffi::ErrorCode::kInvalidArgument, *error};
+  std::optional<std::string> error = compare({buffers.results.size(), buffers.results.size()}, buffers);
+  for (size_t i = 0; i < buffers.results.size() && !error; ++i)
+    error = compare_places("a result", buffers.operands[i], buffers.results[i]);
+  if (error) return {ffi::ErrorCode::kInvalidArgument, "mark: " + *error};
   const Attributes settings(attributes);
   const Caller caller = find_caller(call, "mark", settings.integer("group"));
   if (caller.error) return *caller.error;
