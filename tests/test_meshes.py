@@ -32,7 +32,7 @@ def flat(*ranks: np.ndarray) -> list[np.ndarray]:
 
 def test_ops_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
     """Each gives what it gives over one axis of as many devices in this order, as do a layer's gradients. NCCL may add
-    in another order."""
+    in another order, in the last two."""
     rows = rng.standard_normal((SIZE * 6, HIDDEN)).astype(np.float32)
     ids = rng.integers(0, EXPERTS, (SIZE * 6, TOP_K)).astype(np.int32)
     gate, up = rng.standard_normal((2, EXPERTS, HIDDEN, HIDDEN)).astype(np.float32)
@@ -62,11 +62,12 @@ def test_ops_over_two_axes(implementation: Implementation, rng: np.random.Genera
 
     two = results(helpers.mesh_of(context=2, expert=2), BOTH)
     one = results(helpers.mesh_of(expert=SIZE), "expert")
-    for a, b in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
-        if implementation == "xla" and jax.default_backend() == "gpu":
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-        else:
-            np.testing.assert_array_equal(a, b)
+    pairs = list(zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True))
+    by_nccl = pairs[-2:] if implementation == "xla" and jax.default_backend() == "gpu" else []
+    for a, b in pairs[: len(pairs) - len(by_nccl)]:
+        np.testing.assert_array_equal(a, b)
+    for a, b in by_nccl:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> None:

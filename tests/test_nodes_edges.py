@@ -78,7 +78,8 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
             helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
             begun, ended, last = progress.marks
             assert ended == begun
-            assert begun - before.begun in (calls, calls + (body is remat))
+            again = body is remat and jax.default_backend() == "gpu"
+            assert begun - before.begun in (calls, calls + again)
         assert last.startswith("combine capacity=")
 
 
@@ -107,7 +108,7 @@ def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
         operands = helpers.on_mesh(group.mesh, case)
         for here, there, match in (
             (group, one, "of one node, as group is, got one across nodes"),
-            (one, group, "across nodes,"),
+            (one, group, "across nodes, as group is, got one of one node"),
         ):
 
             def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
