@@ -16,7 +16,7 @@ from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Dispatched, Routing
 
-_BLOCK = 64  # assignments
+_BLOCK = 32  # assignments
 
 
 class Layout(NamedTuple):
