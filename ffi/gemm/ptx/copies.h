@@ -10,7 +10,7 @@ template <int kOffset>
 JAX_EP_FN void copy_vector(uint32_t to, const char* from, uint32_t vec, bool zeros) {
   asm volatile(
       "{ .reg .pred zeros; .reg .b64 at; setp.ne.b32 zeros, %3, 0; mad.wide.u32 at, %2, 16, %1; "
-      "cp.async.cg.shared.global.L2::128B [%0+%4], [at], 16, zeros; }" ::"r"(to),
+      "cp.async.cg.shared.global.L2::256B [%0+%4], [at], 16, zeros; }" ::"r"(to),
       "l"(from), "r"(vec), "r"(int{zeros}), "n"(kOffset)
       : "memory");
 }
