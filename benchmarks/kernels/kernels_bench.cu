@@ -97,6 +97,7 @@ int main(int argc, char** argv) {
   for (const int ctas : {24, 64, 96, 128})
     for (int senders = 4; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
+  if (!few) run(n, {8192, 2048, 8, 128}, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {
     for (const int senders : {1, 2, 4}) dispatches.push_back({ctas, 256, senders, kStream});
