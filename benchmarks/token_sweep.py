@@ -26,8 +26,8 @@ Op = Callable[..., Any]
 def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
     """Each of tokens, expert ids, weights and a rank's own experts. `quick`: those of DECODING."""
 
-    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any) -> Any:
-        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts)
+    def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array, _: Any, expand: bool = True) -> Any:
+        return jax_ep.dispatch(tokens, ids, weights, group=group, num_experts=experts, expand=expand)
 
     def exchange(*operands: Any) -> jax.Array:
         rows, _, routing = dispatch(*operands)
@@ -45,6 +45,7 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
 
     each = {
         "dispatch": dispatch,
+        "not expanded": partial(dispatch, expand=False),
         "dispatch, combine": exchange,
         "and their gradients": both_gradients,
         "layer": layer,

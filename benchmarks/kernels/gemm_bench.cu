@@ -236,7 +236,8 @@ void time_gathers() {
   for (const Layer& x : {Layer{"Qwen3", 8192, 2048, 768, 64, 8},
                          {"V3", 4096, 7168, 2048, 128, 8},
                          {"GPT-OSS", 8192, 2880, 2880, 64, 4},
-                         {"Mixtral", 8192, 4096, 14336, 8, 2}}) {
+                         {"Mixtral", 8192, 4096, 14336, 8, 2},
+                         {"120b", 32768, 4096, 1024, 128, 8}}) {
     std::vector<int> sizes;
     const std::vector<int> routing = routed(x.tokens, x.top, x.experts, &sizes);
     const int rows = routing.size();
