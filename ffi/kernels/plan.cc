@@ -23,7 +23,8 @@ int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   if (policy.senders == Senders::all) return coops;
   if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, ranks, ctas);
-  return find_senders(work.in_float8 ? rates.dispatch_float8 : rates.dispatch, ranks, ctas);
+  if (work.in_float8) return find_senders(rates.dispatch_float8, ranks, ctas);
+  return find_senders(work.tokens <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, ranks, ctas);
 }
 
 int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
