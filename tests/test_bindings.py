@@ -231,7 +231,7 @@ DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
 # Of ops but for grouped products; by name.
 SETTINGS: dict[str, dict[str, Any]] = {
     "dispatch": {"dtype": "float32", **DISPATCH},
-    "gather_matmul": {"m": 4, "n": 8, "k": 8, "transpose_rhs": False, **DTYPES},
+    "all_gather_matmul": {"m": 4, "n": 8, "k": 8, "transpose_rhs": False, **DTYPES},
     "ragged_all_to_all": {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 4},
 }
 
@@ -252,10 +252,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("dispatch", {"num_tokens": 2**30}, "num_tokens . top_k must be below 2..31 / 2 ranks, got 2147483648"),
         ("dispatch", {"capacity": 2**30}, "capacity must be below 2..31 / 2 ranks, got 1073741824"),
         ("dispatch", {"alignment": 2**30, "capacity": 0}, "rows with their .* fewer than 2..31, got 2147483660"),
-        ("gather_matmul", {"m": 0}, "m must be at least 1, got 0"),
-        ("gather_matmul", {"m": 2**30}, "m must be below 2..31 / 2 ranks, got 1073741824"),
+        ("all_gather_matmul", {"m": 0}, "m must be at least 1, got 0"),
+        ("all_gather_matmul", {"m": 2**30}, "m must be below 2..31 / 2 ranks, got 1073741824"),
         (
-            "gather_matmul",
+            "all_gather_matmul",
             {"dtype": "float16"},
             "dtype must be that of the operands, bfloat16, or float32, got float16",
         ),
@@ -305,6 +305,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_settings_that_cannot_be(case: str, change: dict[str, Any], message: str) -> None:
     op = case if case in SETTINGS else "grouped_matmul"
     settings = SETTINGS[case] | change if case in SETTINGS else settings_of(case, **change)
-    name = "all_gather_matmul" if op == "gather_matmul" else op
+    name = "all_gather_matmul" if op == "all_gather_matmul" else op
     with pytest.raises(ValueError, match=f"^{name}: {message}"):
         types_of(op, **settings)

@@ -46,8 +46,8 @@ void release(std::vector<Rank>& ranks) {
 
 void launch(const Case& c, const Group& group, const std::vector<Rank>& ranks, int rank, const OverlapConfig& config) {
   const Comm& comm = group.comm({0, rank});
-  const auto error = c.gathers() ? OverlapKernel<GatherMatmulArgs>::start(config, ranks[rank].stream, comm,
-                                                                          ranks[rank].gather_args(c.dtype))
+  const auto error = c.gathers() ? OverlapKernel<AllGatherMatmulArgs>::start(config, ranks[rank].stream, comm,
+                                                                             ranks[rank].gather_args(c.dtype))
                                  : OverlapKernel<MatmulReduceArgs>::start(
                                        config, ranks[rank].stream, comm,
                                        ranks[rank].reduce_args(c.op == OpKind::matmul_reduce_scatter, c.dtype));
@@ -264,7 +264,7 @@ int main(int count, char** arguments) {
   Group group({devices}, 5.0, /*poison=*/false);
   on_each(ranks, [](int) {
     CHECK(OverlapKernel<MatmulReduceArgs>::load());
-    CHECK(OverlapKernel<GatherMatmulArgs>::load());
+    CHECK(OverlapKernel<AllGatherMatmulArgs>::load());
     CHECK(gemm::load());
     delay<<<1, 1>>>(1);
     CHECK(cudaDeviceSynchronize());

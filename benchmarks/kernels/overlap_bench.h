@@ -64,8 +64,8 @@ struct Rank {
     return args;
   }
   // `a` holds the rows of this rank first.
-  GatherMatmulArgs gather_args(DType dtype) const {
-    GatherMatmulArgs args{};
+  AllGatherMatmulArgs gather_args(DType dtype) const {
+    AllGatherMatmulArgs args{};
     args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_rhs = transpose_rhs;
     args.m = shape.m / ranks, args.n = shape.n, args.k = shape.k;
     args.lhs = reinterpret_cast<char*>(a), args.rhs = reinterpret_cast<char*>(b);

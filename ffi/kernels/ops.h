@@ -24,7 +24,7 @@ enum class OpKind : int32_t {
 // need no group; only Hopper GPUs have their kernels.
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
-#define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(GatherMatmulArgs)
+#define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
 #define JAX_EP_LOCAL_OPS(X) X(gemm::Product)
 
 // The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are

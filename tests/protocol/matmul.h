@@ -37,8 +37,8 @@ struct MatmulRank {
     args.partial = reinterpret_cast<char*>(partial.data());
     return args;
   }
-  GatherMatmulArgs gather_args() {
-    GatherMatmulArgs args{};
+  AllGatherMatmulArgs gather_args() {
+    AllGatherMatmulArgs args{};
     args.m = shape.m, args.n = shape.n, args.k = shape.k;
     args.lhs = reinterpret_cast<char*>(a.data()), args.rhs = reinterpret_cast<char*>(b.data());
     args.result = reinterpret_cast<char*>(product.data()), args.gathered = reinterpret_cast<char*>(gathered.data());

@@ -61,7 +61,7 @@ class RowParts {
 };
 
 // Pushes this rank's rows into `gathered` of every rank. Coops take parts by ticket.
-JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
+JAX_EP_FN void push_rows(Op& op, const AllGatherMatmulArgs& args) {
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype), base = op.comm.rank * args.m * row_bytes;
   const RowParts parts(args.m, row_bytes, op.coop.count);
   PushItems items(op, parts.count());
@@ -69,7 +69,7 @@ JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
   if (!op.ok()) return;
   op.count_received_by(op.coop.index == 0, [&](int) { return args.m * row_bytes; });
   op.enter(Phase::send);
-  const LaneWindow<char> gathered(op, kWindow<&GatherMatmulArgs::gathered>);
+  const LaneWindow<char> gathered(op, kWindow<&AllGatherMatmulArgs::gathered>);
   Announcer announcer(op, parts);
   PlainMover mover(op.coop);
   for (int i = items.next(); i >= 0 && op.may_push(); i = items.next()) {
@@ -84,7 +84,7 @@ JAX_EP_FN void push_rows(Op& op, const GatherMatmulArgs& args) {
 }
 
 // Waits until `rows`, numbered over all ranks, are here. All lanes call, and each waits for one row block.
-JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
+JAX_EP_FN void wait_rows(Op& op, const AllGatherMatmulArgs& args, Range rows) {
   const RowBlocks row_blocks(args.m);
   const auto index = [&](int row) { return row / args.m * row_blocks.chunks + row_blocks.chunk_of(row % args.m); };
   const int first = index(rows.begin);
@@ -93,10 +93,10 @@ JAX_EP_FN void wait_rows(Op& op, const GatherMatmulArgs& args, Range rows) {
 
 // On the CPU every coop pushes and multiplies.
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const GatherMatmulArgs& args, const Coop& coop) {
+JAX_EP_FN void run_kernel(const Comm& comm, const AllGatherMatmulArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));
   const int64_t row_bytes = int64_t{args.k} * size_of(args.operand_dtype);
-  const Results<GatherMatmulArgs> results(args, comm.size);
+  const Results<AllGatherMatmulArgs> results(args, comm.size);
   op.poison(results);
   op.post(window_addresses(args, comm.size));
   push_rows(op, args);

@@ -27,7 +27,7 @@ struct MatmulReduceArgs {
 struct MatmulExchangeArgs : MatmulReduceArgs {};
 
 // The rows of all ranks, in the order of the ranks, times this rank's matrix.
-struct GatherMatmulArgs {
+struct AllGatherMatmulArgs {
   DType dtype, operand_dtype;
   int m, n, k;  // m: rows of one rank
   bool transpose_rhs;
@@ -101,9 +101,9 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
 };
 
 template <>
-struct OpSpec<GatherMatmulArgs> : ProductSpec<GatherMatmulArgs> {
-  using Args = GatherMatmulArgs;
-  static constexpr const char* kFfiTarget = "gather_matmul";
+struct OpSpec<AllGatherMatmulArgs> : ProductSpec<AllGatherMatmulArgs> {
+  using Args = AllGatherMatmulArgs;
+  static constexpr const char* kFfiTarget = "all_gather_matmul";
   static constexpr KindName kKinds[] = {{OpKind::all_gather_matmul, "all_gather_matmul"}};
 
   template <class Visit>

@@ -33,7 +33,7 @@ struct Work {
 
 // This rank's rows in its operand. Only a gather has this.
 template <class Args>
-using OwnMap = std::conditional_t<std::is_same_v<Args, GatherMatmulArgs>, CUtensorMap, gemm::Nothing>;
+using OwnMap = std::conditional_t<std::is_same_v<Args, AllGatherMatmulArgs>, CUtensorMap, gemm::Nothing>;
 
 // The roles that all such kernels have: one aux warp of every CTA, and the other two aux warps of CTAs that
 // communicate.
@@ -103,7 +103,7 @@ static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 struct Waiter {
   uint32_t ready;  // of the tiles that wait for rows, how many have them
 };
-Waiter aux_of(const GatherMatmulArgs&);
+Waiter aux_of(const AllGatherMatmulArgs&);
 
 // A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps push this
 // rank's rows. These warps take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads this
@@ -111,7 +111,7 @@ Waiter aux_of(const GatherMatmulArgs&);
 struct GatherHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Waiter;
-  const Work<GatherMatmulArgs>& work;
+  const Work<AllGatherMatmulArgs>& work;
   const CUtensorMap& own;
   const gemm::Problem& problem;
   Waiter& aux;
@@ -170,8 +170,8 @@ struct GatherHooks {
 };
 
 template <class In, class Out, int kBlockN, bool kMnB>
-JAX_EP_FN void run_overlapped(char* memory, const Operands<GatherMatmulArgs>& operands,
-                              const Work<GatherMatmulArgs>& work) {
+JAX_EP_FN void run_overlapped(char* memory, const Operands<AllGatherMatmulArgs>& operands,
+                              const Work<AllGatherMatmulArgs>& work) {
   poison_results(work, work.first_communicating, work.communicating);
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.ready = 0;  // before all warps meet

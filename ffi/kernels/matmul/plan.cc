@@ -146,7 +146,7 @@ OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
 
 }  // namespace
 
-ProductShape shape_of(const GatherMatmulArgs& args, int ranks) {
+ProductShape shape_of(const AllGatherMatmulArgs& args, int ranks) {
   return {kind_of(args), args.m * ranks, args.n, args.k, size_of(args.operand_dtype), ranks};
 }
 

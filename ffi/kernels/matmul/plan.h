@@ -16,7 +16,7 @@ struct ProductShape {
   int ranks;
 };
 
-ProductShape shape_of(const GatherMatmulArgs& args, int ranks);
+ProductShape shape_of(const AllGatherMatmulArgs& args, int ranks);
 ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
 
 // A launch has as many CTAs as the larger of `communicating` and `multiplying`, so a CTA may do both. In a gather the

@@ -12,7 +12,7 @@ namespace jax_ep {
 template <class Args>
 using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<Args>, void*, gemm::Problem,
                                   Work<Args>);
-static_assert(parameter_bytes<gemm::Problem, Work<GatherMatmulArgs>>() <= kMaxParameterBytes &&
+static_assert(parameter_bytes<gemm::Problem, Work<AllGatherMatmulArgs>>() <= kMaxParameterBytes &&
               parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMaxParameterBytes);
 
 template <class Args, class In, class Out, int kBlockN, bool kMnB>
@@ -40,13 +40,13 @@ struct RankProduct {
 inline RankProduct product_of(const MatmulReduceArgs& args, const Comm& comm) {
   return {args.m, args.lhs, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
 }
-inline RankProduct product_of(const GatherMatmulArgs& args, const Comm& comm) {
+inline RankProduct product_of(const AllGatherMatmulArgs& args, const Comm& comm) {
   return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
 }
 
 // Only a gather needs a map of this rank's own rows.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
-inline std::optional<std::string> describe_own(const GatherMatmulArgs& args, CUtensorMap* own) {
+inline std::optional<std::string> describe_own(const AllGatherMatmulArgs& args, CUtensorMap* own) {
   return gemm::describe_boxes({args.lhs, gemm::element_of(args.operand_dtype), args.k, args.m, 1}, gemm::kSlice, own);
 }
 
@@ -85,7 +85,7 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   problem.pair_lead = product.order.lead;
   problem.pair_parts = product.order.parts;
   // Gathers send from the first CTAs, which start first; reductions wait for peers in the last.
-  constexpr bool kSends = std::is_same_v<Args, GatherMatmulArgs>;
+  constexpr bool kSends = std::is_same_v<Args, AllGatherMatmulArgs>;
   const int first = kSends ? 0 : config.ctas() - config.communicating;
   const Work<Args> work{comm, args, config.communicating, first, config.block_n};
   const auto error = gemm::describe_error(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,

@@ -169,12 +169,12 @@ def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: 
 
 
 _reduce = jax.custom_jvp(kernels.matmul_reduce, nondiff_argnums=(0,))
-_gather_both = jax.custom_jvp(kernels.gather_matmul, nondiff_argnums=(0,))  # the product, and the gathered rows
+_gather_both = jax.custom_jvp(kernels.all_gather_matmul, nondiff_argnums=(0,))  # the product, and the gathered rows
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gather(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return kernels.gather_matmul(config, lhs, rhs)[0]
+    return kernels.all_gather_matmul(config, lhs, rhs)[0]
 
 
 def _backwards(config: MatmulConfig, lhs: jax.Array, *, reduce_scatter: bool = False) -> MatmulConfig:

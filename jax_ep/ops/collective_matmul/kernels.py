@@ -23,9 +23,9 @@ def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.A
     return _call("matmul_reduce", config, lhs, rhs, reduce_scatter=config.reduce_scatter)["sums"]
 
 
-def gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def all_gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[M, K], [K, N] (or [N, K], to be transposed) -> all ranks' rows times rhs [R M, N], and all ranks' rows."""
-    called = _call("gather_matmul", config, lhs, rhs)
+    called = _call("all_gather_matmul", config, lhs, rhs)
     return called["product"], called["gathered"]
 
 

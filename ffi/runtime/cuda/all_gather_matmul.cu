@@ -4,6 +4,6 @@
 
 namespace jax_ep {
 
-template struct OverlapKernel<GatherMatmulArgs>;
+template struct OverlapKernel<AllGatherMatmulArgs>;
 
 }  // namespace jax_ep
