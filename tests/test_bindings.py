@@ -134,12 +134,12 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         ("bfloat16", (3, 8)),
     ),
     "gated": (
-        {"epilogue": "gated", "activation": "silu", "columns": 16},
+        {"formula": "gated", "activation": "silu", "columns": 16},
         [("lhs", "bfloat16", (3, 16)), *((name, "bfloat16", (2, 16, 16)) for name in ("rhs", "second_rhs"))],
         ("bfloat16", (3, 8)),
     ),
     "summed": (
-        {"dtype": "float16", "operand_dtype": "float16", "epilogue": "summed", "rhs_is_k_by_n": False},
+        {"dtype": "float16", "operand_dtype": "float16", "formula": "summed", "rhs_is_k_by_n": False},
         [
             *(("lhs", "float16", (3, 16)), ("rhs", "float16", (2, 8, 16))),
             *(("second_lhs", "float16", (3, 16)), ("second_rhs", "float16", (2, 8, 16))),
@@ -167,7 +167,7 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     ),
     "gated float8": (
         {
-            **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "epilogue": "gated", "activation": "relu"},
+            **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "formula": "gated", "activation": "relu"},
             **{"rhs_is_k_by_n": False, "n": 128, "k": 256, "columns": 256},
         },
         [
@@ -185,7 +185,7 @@ TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
-    plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "rows", "epilogue": "store"}
+    plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "rows", "formula": "store"}
     plain |= {"activation": "none", "keeps_products": False, "rhs_is_k_by_n": True}
     plain |= {"gathered": "none", "gathered_rows": 0}
     return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
@@ -279,7 +279,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("contraction", {"m": 12}, "m must be a multiple of 8, got 12"),
         ("contraction", {"dtype": "float32"}, "dtype must be that of the operands, float16, got float32"),
         ("contraction", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of .*, got False"),
-        ("contraction", {"epilogue": "summed"}, "epilogue must be store of groups of the contraction, got summed"),
+        ("contraction", {"formula": "summed"}, "formula must be store of groups of the contraction, got summed"),
         ("gated", {"columns": 24}, "columns must be n, or 2 n if .*, got 24"),
         ("gated", {"activation": "tanh"}, "activation must be none, silu, gelu or relu, got tanh"),
         ("gated", {"activation": "none"}, "activation must be silu, gelu or relu of a gated unit, .*, got none"),
@@ -293,7 +293,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, .* float8_e4m3fn, got float16"),
         ("float8", {"rhs_is_k_by_n": True}, "rhs_is_k_by_n must be False of operands in float8, got True"),
         ("float8", {"m": 2**31 - 1, "k": 256}, "m must be at most 1073741823, got 2147483647"),
-        ("float8", {"epilogue": "summed"}, "epilogue must be store or gated of operands in float8, got summed"),
+        ("float8", {"formula": "summed"}, "formula must be store or gated of operands in float8, got summed"),
         ("float8", {"grouping": "contraction"}, "grouping must be rows of operands in float8, got contraction"),
         ("gated float8", {"n": 64, "columns": 64}, "n must be a multiple of 128, got 64"),
         ("gated float8", {"columns": 384}, "columns must be n, or 2 n if .*, got 384"),

@@ -118,7 +118,7 @@ def test_the_layer_calls_the_kernel(open_group: OpenGroup) -> None:
         arrays = [jax.ShapeDtypeStruct((1, *shape), dtype) for shape in shapes]
         return helpers.per_rank(layer, group.mesh).lower(*arrays).as_text()
 
-    quantizes = 'dtype = "float8_e4m3fn", epilogue = "gated"'
+    quantizes = 'dtype = "float8_e4m3fn", formula = "gated"'
     assert quantizes in compiled(jnp.bfloat16, gradient=False)
     assert quantizes not in compiled(jnp.bfloat16, gradient=True)
     assert quantizes not in compiled(jnp.float16, gradient=False)

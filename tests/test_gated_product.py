@@ -168,7 +168,7 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
     scale = 4 * float(jnp.finfo(dtype).tiny) if tiny else 1
     cotangents, rhs, sizes = draw_sum(rng, rows, n, k, dtype, scale)
     together = jax.jit(lambda cotangents, rhs: sum_of_lhs_gradients(cotangents, rhs, sizes))
-    assert 'epilogue = "summed"' in together.lower(cotangents, rhs).as_text()
+    assert 'formula = "summed"' in together.lower(cotangents, rhs).as_text()
     actual = helpers.wide(together(cotangents, rhs)).astype(np.float64)
     exact, terms = np.zeros((2, rows, n))
     for cotangent, matrix in zip(cotangents, rhs, strict=True):
@@ -194,7 +194,7 @@ def test_kernels_of_a_layer(gradient: bool, group: Group) -> None:
     body = jax.grad(loss, argnums=(0, 2, 3)) if gradient else loss
     lowered = helpers.per_rank(body, group.mesh).lower(tokens, ids, gate, up)
     text = lowered.compile().as_text() or ""
-    assert text.count('epilogue = "gated"') == 1
-    assert text.count('epilogue = "summed"') == gradient
+    assert text.count('formula = "gated"') == 1
+    assert text.count('formula = "summed"') == gradient
     # By down, and by down transposed.
-    assert lowered.as_text().count('epilogue = "store", grouping = "rows"') <= 1 + gradient
+    assert lowered.as_text().count('formula = "store", grouping = "rows"') <= 1 + gradient

@@ -54,7 +54,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit("dtype", nullptr, &Args::out);
     visit("operand_dtype", nullptr, &Args::in);
     visit("grouping", nullptr, &Args::grouping);
-    visit("epilogue", nullptr, &Args::formula);
+    visit("formula", nullptr, &Args::formula);
     visit("activation", nullptr, &Args::activation);
     visit("keeps_products", nullptr, &Args::keeps_products);
     visit("gathered", nullptr, &Args::gathered);
@@ -133,7 +133,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     const bool grouped_k = by_contraction(x), stores = x.formula == Formula::store;
     if (auto error = multiples(gemm::kTmaMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
       return error;
-    if (grouped_k && !stores) return wrong("epilogue", "store of groups of the contraction", name_in(x.formula));
+    if (grouped_k && !stores) return wrong("formula", "store of groups of the contraction", name_in(x.formula));
     const bool may_widen = stores && !grouped_k, widens = may_widen && x.out == Element::float32;
     if (x.out != x.in && !widens)
       return wrong("dtype", std::string("that of the operands, ") + name_in(x.in) + (may_widen ? ", or float32" : ""),
@@ -153,7 +153,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     if (by_contraction(x)) return wrong("grouping", "rows of operands in float8", name_in(x.grouping));
     if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
     if (!is_gated && x.formula != Formula::store)
-      return wrong("epilogue", "store or gated of operands in float8", name_in(x.formula));
+      return wrong("formula", "store or gated of operands in float8", name_in(x.formula));
     if (is_gated ? x.out != Element::float8 : x.out != Element::bfloat16 && x.out != Element::float32)
       return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.out));
     const int64_t blocks = x.k / kScaleBlock;

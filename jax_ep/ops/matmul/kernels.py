@@ -36,7 +36,7 @@ def summed_matmul(
 ) -> jax.Array:
     """Two [M, K], two [G, N, K], [G] -> [M, N]: rows times matrices transposed, the sum of both products."""
     lhs, rhs = [first, second], [first_rhs, second_rhs]
-    return _call(lhs, rhs, group_sizes, dtype=first.dtype, epilogue="summed", transpose_rhs=True)["product"]
+    return _call(lhs, rhs, group_sizes, dtype=first.dtype, formula="summed", transpose_rhs=True)["product"]
 
 
 def gated_matmul(
@@ -47,13 +47,13 @@ def gated_matmul(
     Also returns the product by each of `rhs` if `keep_products`.
     """
     options: dict[str, Any] = {"dtype": rhs[0].dtype, "activation": activation, "keeps_products": keep_products}
-    called = _call([rows], rhs, group_sizes, epilogue="gated", **options)
+    called = _call([rows], rhs, group_sizes, formula="gated", **options)
     return called["product"], tuple(called[name] for name in ("first_product", "second_product") if name in called)
 
 
 def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights, activation: str) -> Float8Rows:
     """`gated_matmul` of operands in float8, whose result is quantized. No products are kept."""
-    called = _call([rows], rhs, group_sizes, dtype=FLOAT8, epilogue="gated", activation=activation)
+    called = _call([rows], rhs, group_sizes, dtype=FLOAT8, formula="gated", activation=activation)
     return Float8Rows(called["product"], called["scales"])
 
 
@@ -64,7 +64,7 @@ def _call(
     *,
     dtype: Any,
     grouping: str = "rows",
-    epilogue: str = "store",
+    formula: str = "store",
     activation: str = "none",
     keeps_products: bool = False,
     transpose_rhs: bool = False,
@@ -83,7 +83,7 @@ def _call(
     by_contraction = grouping == "contraction"
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
-    both_in_one = epilogue == "gated" and len(rhs) == 1
+    both_in_one = formula == "gated" and len(rhs) == 1
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
     return ffi.call(
         "grouped_matmul",
@@ -92,7 +92,7 @@ def _call(
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(first[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
-        epilogue=epilogue,
+        formula=formula,
         activation=activation,
         keeps_products=keeps_products,
         gathered=gathered,
