@@ -165,6 +165,26 @@ def test_a_spread_batch_of_products_by_kernels(
     assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
 
 
+def test_kernels_copy_no_shared_matrices(rng: np.random.Generator) -> None:
+    """A product and its gradient by the rows, of a batch of rows and one array of matrices."""
+    groups, rows, k, n = 4, 24, 16, 40
+    lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((BATCH, rows, k), (groups, k, n)))
+    sizes = np.full((BATCH, groups), rows // groups, np.int32)
+
+    def both(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda lhs: jax_ep.lax.ragged_dot(lhs, rhs, sizes, implementation="pallas"), lhs)
+        return out, pull(out)
+
+    compiled = jax.jit(jax.vmap(both, in_axes=(0, None, 0))).lower(lhs, rhs, sizes).compile()
+    assert f"f32[{groups},{k},{n}]" in compiled.as_text()
+    assert f"f32[{BATCH},{groups},{k},{n}]" not in compiled.as_text()
+    out, (d_lhs,) = compiled(lhs, rhs, sizes)
+    wanted = np.stack([np.concatenate([x @ y for x, y in zip(np.split(of, groups), rhs, strict=True)]) for of in lhs])
+    np.testing.assert_allclose(out, wanted, rtol=1e-4, atol=1e-4)
+    back = [np.concatenate([x @ y.T for x, y in zip(np.split(of, groups), rhs, strict=True)]) for of in wanted]
+    np.testing.assert_allclose(d_lhs, np.stack(back), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", SPMD_CASES)
 def test_a_batch_that_is_spread(

@@ -1,7 +1,6 @@
 """What ops do with a batch (`jax.vmap`)."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,17 +13,23 @@ from jax_ep._kit import vary
 
 
 def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.lax.platform_dependent` as a function of the operands. Under `jax.vmap` it runs once per element.
+    """`jax.lax.platform_dependent` as a function of the operands. Under `jax.vmap` it runs once per element, and
+    operands without a batch are not copied.
 
     JAX cannot batch the choice itself if operands vary over a `spmd_axis_name`.
     """
-    return sequential_vmap(partial(jax.lax.platform_dependent, **platforms, default=default))
+
+    def choose(*operands: Any) -> Any:
+        # Elements of a batch vary over a `spmd_axis_name`, and operands without a batch do not.
+        return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), **platforms, default=default)
+
+    return sequential_vmap(choose)
 
 
 def batched_alike(*operands: Any) -> tuple[Any, ...]:
     """The operands, pytrees. If one of their arrays is batched, all are, along their first axis.
 
-    For ops such as `jax.lax.ragged_dot`, which take a batch of all operands or of none.
+    For `jax.lax.ragged_dot`, which takes a batch of all operands or of none. It copies operands without a batch.
     """
     arrays, structure = jax.tree.flatten(operands)
     return structure.unflatten(

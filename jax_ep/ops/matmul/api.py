@@ -97,10 +97,9 @@ def ragged_dot(
     if out_sharding is not None:
         return by_xla(rows, rhs, group_sizes)
     settings = ProductSettings(implementation, precision)
-    operands = batched_alike(rows, rhs, group_sizes)
     if not (gemm.has_gemm() or _platforms(settings)):
-        return by_xla(*operands)
-    rows, rhs, group_sizes = operands = vary.vary_alike(None, *operands)
+        return by_xla(rows, rhs, group_sizes)
+    rows, rhs, group_sizes = operands = vary.vary_alike(None, rows, rhs, group_sizes)
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
     if _choose(settings, result.dtype, *operands) == "xla":
         if implementation == "pallas" and all(rows.shape + rhs.shape):
@@ -138,9 +137,9 @@ def ragged_dot_general(
     """
     op = "ragged_dot_general"
     _check_plain_arrays(op, group_offset, lhs=lhs, rhs=rhs)
-    operands = batched_alike(*map(jnp.asarray, (lhs, rhs, group_sizes)))
+    operands = tuple(map(jnp.asarray, (lhs, rhs, group_sizes)))
     options = {"precision": precision, "out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
-    by_xla = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)
+    by_xla = partial(_general_by_xla, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)
     (contracted, batches), numbers = ragged_dot_dimension_numbers.dot_dimension_numbers, ragged_dot_dimension_numbers
     dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
     form = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
@@ -164,7 +163,11 @@ def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
 
 
 def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return jax.lax.ragged_dot(dense_rows(lhs), rhs, group_sizes, **options)
+    return jax.lax.ragged_dot(*batched_alike(dense_rows(lhs), rhs, group_sizes), **options)
+
+
+def _general_by_xla(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
+    return jax.lax.ragged_dot_general(*batched_alike(dense_rows(lhs), dense_rows(rhs), group_sizes), **options)
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -191,8 +194,7 @@ def sum_of_lhs_gradients(
     """
     alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
     if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
-        both = batched_alike(*cotangents, *rhs, group_sizes)
-        return by_platform(_summed, cuda=kernels.summed_matmul)(*both)
+        return by_platform(_summed, cuda=kernels.summed_matmul)(*cotangents, *rhs, group_sizes)
     first, *second = (lhs_gradient(c, matrix, group_sizes) for c, matrix in zip(cotangents, rhs, strict=True))
     return first + second[0] if second else first
 
@@ -233,21 +235,20 @@ def gated_product(
     Returns:
       The result, and the product by each of `rhs`, or () unless `keep_products`.
     """
-    rows, group_sizes, *varying = batched_alike(rows, group_sizes, *rhs)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
-    product_by = _choose(AUTO, rows.dtype, rows, varying[0], group_sizes)
+    product_by = _choose(AUTO, rows.dtype, rows, rhs[0], group_sizes)
     if product_by == "core":
         split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
         by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
     else:
         by_kernel = product_by == "pallas" and len(rhs) == 2
     if not by_kernel:
-        return composed(rows, group_sizes, *varying)
+        return composed(rows, group_sizes, *rhs)
     options = {"activation": activation, "keep_products": keep_products}
-    call = _by("gated_matmul", composed, AUTO, None, rows, varying[0], group_sizes, **options)
+    call = _by("gated_matmul", composed, AUTO, None, rows, rhs[0], group_sizes, **options)
     product = jax.custom_jvp(call)
     product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(composed, primals, tangents)[1]))
-    return product(rows, group_sizes, *varying)
+    return product(rows, group_sizes, *rhs)
 
 
 def _by(
@@ -317,11 +318,10 @@ def grouped_product(
     def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
         options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
         if form == "contracted":
-            return jax.lax.ragged_dot_general(dense_rows(left), dense_rows(right), sizes, _CONTRACT_ROWS, **options)
+            return _general_by_xla(left, right, sizes, ragged_dot_dimension_numbers=_CONTRACT_ROWS, **options)
         matrices = dense_rows(right)
         return _by_xla(left, matrices.swapaxes(1, 2) if form == "transposed" else matrices, sizes, **options)
 
-    left, right, sizes = batched_alike(left, right, sizes)
     if form == "contracted":
         call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes) if dtype == left.dtype else by_xla
     else:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, float8, gemm, vary
+from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import batched_alike, by_platform
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear, without_gradient
@@ -146,14 +146,14 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
 
 def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any) -> Any:
     """core(*operands) where the GEMM core runs and no operand is empty, else by_xla(*operands)."""
-    operands = batched_alike(*operands)
     if not gemm.has_gemm() or not all(x.size for x in jax.tree.leaves(operands)):
         return by_xla(*operands)
-    return by_platform(by_xla, cuda=core)(*vary.vary_alike(None, *operands))
+    return by_platform(by_xla, cuda=core)(*operands)
 
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    return jax.lax.ragged_dot(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
+    operands = batched_alike(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes)
+    return jax.lax.ragged_dot(*operands, preferred_element_type=dtype)
 
 
 def quantize_and_multiply(
