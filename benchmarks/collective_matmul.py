@@ -105,7 +105,7 @@ def measure(case: Case, group: jax_ep.Group, repeats: int, pause: float) -> dict
     check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(rows.dtype).eps))  # of products and sums
     ops: dict[str, tuple[Op, jax.Array]] = {OURS: (ours, given), XLA: (xla, given), PRODUCT: (by_core, rows)}
     loops = {name: Loop(op, (b,), operand, calls) for name, (op, operand) in ops.items()}
-    return take_turns(compile_loops(loops, group.mesh), repeats, pause, hot=not pause)
+    return take_turns(compile_loops(loops, group.mesh), repeats, pause, hot=not pause and group.platform != "cpu")
 
 
 def line(case: Case, times: dict[str, float]) -> str:
@@ -122,7 +122,7 @@ def main(arguments: list[str]) -> int:
     note = "float32, plain loops" if jax.default_backend() == "cpu" else "bfloat16"
     with open_group(["collective_matmul", *arguments], note, options.devices) as group:
         print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
-        print(f"- {describe_pause(options.pause)}\n")
+        print(f"- {describe_pause(options.pause, group.platform == 'cpu')}\n")
         print(heading(COLUMNS))
         for case in select(CPU_CASES if group.platform == "cpu" else CASES, options):
             print(line(case, measure(case, group, options.repeats, options.pause)), flush=True)

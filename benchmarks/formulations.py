@@ -95,3 +95,13 @@ def _weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
     """The sums [T, H] of the rows of all assignments [T * K, H]."""
     by_token = rows.reshape(*weights.shape, -1).astype(jnp.float32)
     return jnp.einsum("tkh,tk->th", by_token, weights).astype(rows.dtype)
+
+
+def result_and_gradients(function: Callable[..., Any], cotangent: jax.Array, *operands: Any) -> Any:
+    """What function(*operands) returns, and its gradients.
+
+    The cotangent waits for the result, as in a model: otherwise XLA may keep what only the forward pass needs.
+    """
+    out, pull = jax.vjp(function, *operands)
+    out, cotangent = jax.lax.optimization_barrier((out, cotangent))
+    return out, pull(cotangent)

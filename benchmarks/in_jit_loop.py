@@ -137,7 +137,9 @@ def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compil
         return list(pool.map(lambda one: one.compile(), lowered))
 
 
-def describe_pause(pause: float) -> str:
+def describe_pause(pause: float, on_cpu: bool) -> str:
+    if on_cpu:
+        return "cold, on a CPU"
     if pause:
         return f"cool: short loops, {pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
     return f"hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
@@ -166,7 +168,7 @@ def take_turns(
     for _ in range(repeats):
         for name, program in programs.items():
             time.sleep(1e-3 * pause)
-            timed = min(max(before[name], MORE_EXECUTIONS), MOST_TIMED)
+            timed = min(before[name], MOST_TIMED)
             times[name].append(1e6 * _seconds(program, before[name], timed) / (timed * program.calls))
     return {name: statistics.median(each) for name, each in times.items()}
 

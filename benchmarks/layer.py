@@ -15,7 +15,7 @@ from jax_ep.float8 import quantize_weights
 from jax_ep.lax import ragged_dot
 
 from . import moe
-from .formulations import Formulation, jax_ep_ops
+from .formulations import Formulation, jax_ep_ops, result_and_gradients
 from .in_jit_loop import (
     AXIS,
     CarryingLoop,
@@ -35,7 +35,7 @@ OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
 CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
 FLOAT8 = "jax_ep, float8"
-LOOP_SECONDS = 0.02  # an execution; eight of them go before those that count
+LOOP_SECONDS = 0.02  # an execution
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
 
 COLUMNS = "layer | of it | forward, us | of products | step, us | of 3 x products | step, MiB"
@@ -121,13 +121,8 @@ def products(
 
 
 def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
-    """What `layer` returns, and the gradients in all that it takes but ids.
-
-    The cotangent waits for the result, as in a model: otherwise XLA may keep what only the forward pass needs.
-    """
-    out, backward = jax.vjp(partial(layer, ids), *others)
-    out, cotangent = jax.lax.optimization_barrier((out, cotangent))
-    return out, backward(cotangent)
+    """What `layer` returns, and the gradients in all that it takes but ids."""
+    return result_and_gradients(partial(layer, ids), cotangent, *others)
 
 
 def training_step(layer: Layer) -> Callable[..., Any]:
@@ -150,7 +145,7 @@ def check_layers(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh
 
 def calls(model: Model, rows: int, ranks: int, passes: int) -> int:
     """In a loop, of a pass that multiplies `passes` times as much as a forward pass."""
-    matrices = model.shape.experts // ranks * model.flops_per_row  # bytes: two for three times as many values
+    matrices = model.shape.experts // ranks * model.flops_per_row  # bytes: 6 H F an expert, in numbers flops_per_row
     seconds = passes * max(rows * model.flops_per_row / FLOPS_PER_SECOND, matrices / BYTES_PER_SECOND)
     return max(2, min(50, round(LOOP_SECONDS / seconds)))
 
@@ -274,7 +269,7 @@ def main(arguments: list[str]) -> int:
 
     with open_group(["layer", *arguments]) as group:
         print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops, all in turns")
-        print(f"- {'cold, on a CPU' if group.platform == 'cpu' else describe_pause(0)}")
+        print(f"- {describe_pause(0, group.platform == 'cpu')}")
         print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")
         if options.round_tokens:
             print(f"- {ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too")

@@ -188,9 +188,9 @@ def main(arguments: list[str]) -> int:
     core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: XLA multiplies"
     print(header([device], core, ["matmul", *arguments]))
     print(f"- results in bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
-    print(f"- {describe_pause(options.pause)}")
-    print(f"- {DENSE}: one product of as many rows, in float8 without scales")
-    print(f"- all but {LAX}, in which the GPU rests, take turns\n")
+    print(f"- {describe_pause(options.pause, on_cpu)}")
+    print(f"- {DENSE}: one product of as many rows{', in float8 without scales' if by == 'float8' else ''}")
+    print(f"- all take turns{f', but {LAX}, in which the GPU rests' if by == 'core' else ''}\n")
     cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
     mesh, begun = Mesh(np.array([device]), ("one",)), False
     for case in select(cases, options):

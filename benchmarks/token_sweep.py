@@ -9,6 +9,7 @@ import jax
 
 import jax_ep
 
+from .formulations import result_and_gradients
 from .in_jit_loop import Loop, compile_loops, take_turns
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
 from .provenance import heading, row
@@ -37,8 +38,7 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
         return jax_ep.moe_mlp(*operands, group=group, shared_tokens=shared_tokens)[0]
 
     def step(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: jax_ep.Experts) -> Any:
-        out, pull = jax.vjp(lambda t, w, e: layer(t, ids, w, e), tokens, weights, own)
-        return out, pull(tokens)
+        return result_and_gradients(lambda t, w, e: layer(t, ids, w, e), tokens, tokens, weights, own)
 
     def both_gradients(tokens: jax.Array, ids: jax.Array, weights: jax.Array, own: Any) -> Any:
         return jax.vjp(lambda t, w: exchange(t, ids, w, own), tokens, weights)[1](tokens)

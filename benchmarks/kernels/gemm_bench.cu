@@ -1,12 +1,12 @@
-// The GEMM core without JAX. First every variant on small shapes against a plain kernel, in the order of rising
-// difficulty, with the largest error of each; then TFLOP/s, beside cuBLAS where it is found ($CUBLAS names the
-// library).
+// The GEMM core without JAX.
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
 //   build/gemm_bench check | time | sweep | rows | gathers
 //
-// time: the planned tiles; sweep: all of them; rows: groups of rows by tiles of fixed height and by swapped operands;
-// gathers: rows by index beside contiguous ones.
+// check: 16-bit products of small shapes against a plain kernel, simple ones first, with the largest error of each.
+// The others print TFLOP/s, and those of cuBLAS where it is found ($CUBLAS names the library). time: the planned tiles;
+// sweep: seven tiles of fixed height; rows: groups of rows by tiles of fixed height and by swapped operands; gathers:
+// rows by index beside contiguous ones.
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
 #include <string>
@@ -138,7 +138,7 @@ void time_case(const Case& each, const Cublas& cublas, const char* kind = "", co
   std::fflush(stdout);
 }
 
-// By the planned tiles, or by all.
+// By the planned tiles, or by seven of fixed height.
 void time_all(bool sweep) {
   const Cublas cublas;
   const auto time = [&](const Case& each, const char* kind = "") {

@@ -1,6 +1,6 @@
 // The kernels without JAX: every GPU of this machine is a rank, or several, each op is timed inside a CUDA graph, for
-// several launch configurations. Prints microseconds per op and checks that combine(dispatch(x)) is x times its
-// weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
+// several launch configurations. Prints microseconds per op, and the largest difference of combine(dispatch(x)) from x
+// times its weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
 //   build/kernels_bench [ranks [few]]: few tokens alone

@@ -1,5 +1,5 @@
-// Whether ops end while another kernel holds all SMs but one of every GPU, with the bits of an undisturbed run. On all
-// GPUs, a rank each.
+// Whether ops end while another kernel holds all SMs but one of every GPU, with the bits of an undisturbed run. On one,
+// two or four GPUs, a rank each.
 //
 //   cmake -S tests -B build && cmake --build build --target residency
 //   build/residency

@@ -50,9 +50,9 @@ struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;
 
   uint64_t landed[kStages];  // the copies of a stage
-  // If the contraction is gathered: where the rows of a stage begin. The 16 entries of a lane are contiguous.
-  uint64_t found[kStages];
-  uint4 rows[kStages][kSlice / 4];
+  // If the contraction is gathered:
+  uint64_t found[kStages];          // the rows of a stage are known
+  uint4 rows[kStages][kSlice / 4];  // where they begin; the 16 entries of a lane are contiguous
   uint32_t has_nans[kStages];
 
   // One thread calls, before any other uses the barriers.

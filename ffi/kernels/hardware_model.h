@@ -18,9 +18,9 @@ constexpr int kSenderRules = 4;
 // Of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // kernels_bench 2, kernels_bench 4. The last rule of each op is for any number of CTAs.
+  // kernels_bench 2, kernels_bench 4. The last rule that is set is for any number of CTAs.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 4, 2}};
-  SenderRule dispatch_eager[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};  // if all tokens are eager
+  SenderRule dispatch_eager[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};  // of at most kEagerTokens
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 4, 3}};
   int few_senders = 4;              // of a combine of few tokens, and of their dispatch in float8

@@ -13,7 +13,7 @@ static_assert(kH200.rows.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of
 int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
   const auto* const rule =
       std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return ctas <= each.most_ctas; });
-  return ranks > 2 ? rule->more_ranks : rule->two_ranks;  // two ranks send each other less
+  return ranks > 2 ? rule->more_ranks : rule->two_ranks;
 }
 
 // How many coops of a CTA are senders.

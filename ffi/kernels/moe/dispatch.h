@@ -55,7 +55,8 @@ class Landing {
     const Target there = target(token, k, packed);
     return {rows_.row_at(there, row_bytes_), scales_.row_at(there, scale_row_bytes(args_.hidden))};
   }
-  // at_owner(), or null for an eager token whose owner is this rank: expand() copies it from `tokens`.
+  // at_owner(), or null for an eager token whose owner is this rank if the op expands: expand() copies it from
+  // `tokens`.
   JAX_EP_FN char* at_peer(int token, int k, int packed) const {
     char* there = at_owner(token, k, packed);
     const bool copied = args_.expand && is_eager(token) && owner_of(packed) == op_.comm.rank;
@@ -124,7 +125,7 @@ JAX_EP_FN int write_indices(const Coop& coop, const DispatchArgs& args, int sour
   return tokens_here;
 }
 
-// Zeroes the rows without a token. If the op does not expand, sets their index to -1 instead.
+// Zeroes padding, and unused rows if args.zero_unused. If the op does not expand, sets the index of both to -1 instead.
 JAX_EP_FN void pad_rows(Op& op, const DispatchArgs& args, char* rows, int64_t bytes, const RowCounts& counts) {
   if (args.expand)
     zero_padding(op, args, rows, bytes, counts);
@@ -142,7 +143,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 
 JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel in their dtype. This rank's own eager tokens do not travel; expand() copies them.
+// Tokens travel in their dtype. If the op expands, this rank's own eager tokens do not travel; expand() copies them.
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
@@ -253,7 +254,8 @@ class Float8Dispatch {
   RowWriter writer_;
 };
 
-// Tokens travel in float8 and stay in float8; so do this rank's own. Values and scales land in different buffers.
+// Tokens travel in float8 and stay in float8; so do this rank's own. Values and scales land in different
+// buffers, but those of an eager token in one landing slot if the op expands.
 template <class T>
 class Float8RowsDispatch {
  public:

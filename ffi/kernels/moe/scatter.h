@@ -35,8 +35,8 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
 }
 
-// Hands out the tokens for push_chunks. The constructor claims a token, or draws a ticket if tokens are not few. The
-// wait for peers that follows hides the latency.
+// Hands out the tokens for push_chunks. If tokens are few, the constructor claims one for each of the first senders.
+// All other senders draw tickets. The wait for peers that follows hides the latency.
 class ScatteredTokens {
  public:
   JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}
