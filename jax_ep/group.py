@@ -172,7 +172,7 @@ class Group:
         if (error := self._backend.error()) is not None:
             raise error
 
-    def report(self) -> list[native.RankReport]:
+    def report(self) -> list[native.RankHistory]:
         """The flight recorder: for every rank, the last 64 ops, how long it waited for each peer, and how many bytes of
         rows it received from each.
 

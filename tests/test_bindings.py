@@ -80,7 +80,7 @@ def test_a_call_that_does_not_fit_says_what(
 
 
 def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
-    sizes = {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 16}
+    sizes = {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 16}
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
         call = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
@@ -124,12 +124,12 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
         ("float32", (3, 8)),
     ),
     "contraction": (
-        {"dtype": "float16", "operand_dtype": "float16", "grouping": "contraction", "m": 24, "k": 3},
+        {"dtype": "float16", "operand_dtype": "float16", "grouping": "k_grouped", "m": 24, "k": 3},
         [("lhs", "float16", (3, 24)), ("rhs", "float16", (3, 8))],
         ("float16", (2, 24, 8)),
     ),
     "gathered rows": (
-        {"gathered": "lhs", "gathered_rows": 5},
+        {"gathered": "lhs", "source_rows": 5},
         [("lhs", "bfloat16", (5, 16)), ("rhs", "bfloat16", (2, 16, 8))],
         ("bfloat16", (3, 8)),
     ),
@@ -157,7 +157,7 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     "gathered float8": (
         {
             **{"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
-            **{"gathered": "lhs", "gathered_rows": 5},
+            **{"gathered": "lhs", "source_rows": 5},
         },
         [
             *(("lhs", "uint8", (5, 128)), ("the scales of lhs", "float32", (5, 1))),
@@ -185,9 +185,9 @@ TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
-    plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "rows", "formula": "store"}
+    plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "m_grouped", "formula": "store"}
     plain |= {"activation": "none", "keeps_products": False, "rhs_is_k_by_n": True}
-    plain |= {"gathered": "none", "gathered_rows": 0}
+    plain |= {"gathered": "none", "source_rows": 0}
     return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
 
 
@@ -232,7 +232,7 @@ DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "dispatch": {"dtype": "float32", **DISPATCH},
     "all_gather_matmul": {"m": 4, "n": 8, "k": 8, "transpose_rhs": False, **DTYPES},
-    "ragged_all_to_all": {"slices": 1, "operand_rows": 4, "result_rows": 4, "row_bytes": 4},
+    "ragged_all_to_all": {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 4},
 }
 
 
@@ -270,12 +270,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("rows", {"columns": 16}, "columns must be n, or 2 n if .*, got 16"),
         ("rows", {"activation": "silu"}, "activation must be silu, .* none of any other product, got silu"),
         ("rows", {"keeps_products": True}, "keeps_products must be False but of a gated product .*, got True"),
-        ("rows", {"grouping": "both"}, "grouping must be rows or contraction, got both"),
+        ("rows", {"grouping": "both"}, "grouping must be m_grouped or k_grouped, got both"),
         ("rows", {"gathered": "both"}, "gathered must be none, lhs or rhs, got both"),
-        ("rows", {"gathered": "lhs"}, "gathered_rows must be at least 1, got 0"),
-        ("rows", {"gathered": "lhs", "gathered_rows": 2**31 - 1}, "gathered_rows must be at most 1073741823, got 2147"),
-        ("rows", {"gathered": "rhs", "gathered_rows": 5}, "gathered must be none or lhs of groups of rows, got rhs"),
-        ("rows", {"gathered_rows": 5}, "gathered_rows must be 0 if none is gathered, got 5"),
+        ("rows", {"gathered": "lhs"}, "source_rows must be at least 1, got 0"),
+        ("rows", {"gathered": "lhs", "source_rows": 2**31 - 1}, "source_rows must be at most 1073741823, got 2147"),
+        ("rows", {"gathered": "rhs", "source_rows": 5}, "gathered must be none or lhs of groups of rows, got rhs"),
+        ("rows", {"source_rows": 5}, "source_rows must be 0 if none is gathered, got 5"),
         ("contraction", {"m": 12}, "m must be a multiple of 8, got 12"),
         ("contraction", {"dtype": "float32"}, "dtype must be that of the operands, float16, got float32"),
         ("contraction", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of .*, got False"),
@@ -286,15 +286,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("gated", {"dtype": "float32"}, "dtype must be that of the operands, bfloat16, got float32"),
         ("gated", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of a gated product.*, got False"),
         ("summed", {"k": 12}, "k must be a multiple of 8, got 12"),
-        ("summed", {"gathered": "lhs", "gathered_rows": 5}, "gathered must be none of a sum of products .*, got lhs"),
-        ("gated float8", {"gathered": "lhs", "gathered_rows": 5}, "gathered must be none of .* float8, got lhs"),
+        ("summed", {"gathered": "lhs", "source_rows": 5}, "gathered must be none of a sum of products .*, got lhs"),
+        ("gated float8", {"gathered": "lhs", "source_rows": 5}, "gathered must be none of .* float8, got lhs"),
         ("summed", {"dtype": "float32"}, "dtype must be that of the operands, float16, got float32"),
         ("float8", {"k": 64}, "k must be a multiple of 128, got 64"),
         ("float8", {"dtype": "float16"}, "dtype must be bfloat16 or float32, .* float8_e4m3fn, got float16"),
         ("float8", {"rhs_is_k_by_n": True}, "rhs_is_k_by_n must be False of operands in float8, got True"),
         ("float8", {"m": 2**31 - 1, "k": 256}, "m must be at most 1073741823, got 2147483647"),
         ("float8", {"formula": "summed"}, "formula must be store or gated of operands in float8, got summed"),
-        ("float8", {"grouping": "contraction"}, "grouping must be rows of operands in float8, got contraction"),
+        ("float8", {"grouping": "k_grouped"}, "grouping must be m_grouped of operands in float8, got k_grouped"),
         ("gated float8", {"n": 64, "columns": 64}, "n must be a multiple of 128, got 64"),
         ("gated float8", {"columns": 384}, "columns must be n, or 2 n if .*, got 384"),
         ("gated float8", {"dtype": "bfloat16"}, "dtype must be bfloat16 or float32, .* float8_e4m3fn, got bfloat16"),

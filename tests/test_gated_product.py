@@ -197,4 +197,4 @@ def test_kernels_of_a_layer(gradient: bool, group: Group) -> None:
     assert text.count('formula = "gated"') == 1
     assert text.count('formula = "summed"') == gradient
     # By down, and by down transposed.
-    assert lowered.as_text().count('formula = "store", grouping = "rows"') <= 1 + gradient
+    assert lowered.as_text().count('formula = "store", grouping = "m_grouped"') <= 1 + gradient

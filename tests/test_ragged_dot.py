@@ -379,7 +379,7 @@ def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.ra
     for of in (0, 40):
         text = lowered_for_cuda(product_and_gradients, *draw(rng, Case(64, 32, 16, (30, 20), of), BFLOAT16))
         calls = [line for line in text.splitlines() if "jax_ep_grouped_matmul" in line]
-        kinds = sorted(('gathered = "lhs"' in line, 'grouping = "contraction"' in line) for line in calls)
+        kinds = sorted(('gathered = "lhs"' in line, 'grouping = "k_grouped"' in line) for line in calls)
         assert kinds == sorted([(False, False), (of > 0, False), (of > 0, True)])
         assert "ragged_dot" not in text.replace("jax_ep", "")
     _, rhs, sizes, _, cotangent = draw(rng, Case(64, 32, 16, (30, 20)), BFLOAT16)

@@ -65,7 +65,7 @@ __global__ void fill(T* data, size_t count, uint32_t seed) {
 template <class In>
 __global__ void multiply_plainly(const In* a, const In* b, float* out, float* magnitude, int m, int n, int k,
                                  int64_t a_row, int64_t a_k, int64_t b_col, int64_t b_k, const int* rows_of_a,
-                                 const int* steps_of_a, const int* steps_of_b, int gathered_rows) {
+                                 const int* steps_of_a, const int* steps_of_b, int source_rows) {
   const int col = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   if (col >= n) return;
   float sum = 0, size = 0;
@@ -74,7 +74,7 @@ __global__ void multiply_plainly(const In* a, const In* b, float* out, float* ma
               b_step = steps_of_b ? steps_of_b[i] : i;
     const int gathered = rows_of_a ? a_at : steps_of_a ? a_step : b_step;
     const bool gathers = rows_of_a || steps_of_a || steps_of_b, zero = gathers && gathered == -1,
-               bad = gathers && !zero && (gathered < 0 || gathered >= gathered_rows);
+               bad = gathers && !zero && (gathered < 0 || gathered >= source_rows);
     const float y = zero || bad ? 0 : float(a[a_at * a_row + a_step * a_k]) * float(b[col * b_col + b_step * b_k]);
     const float x = bad ? NAN : y;
     sum += x;

@@ -215,8 +215,8 @@ void time_gather(const std::string& name, const Case& each, Gathered side, int t
   std::shuffle(permutation.begin(), permutation.end(), std::mt19937(4));
   Case by_routing = each, permuted = each;
   by_routing.gathered = permuted.gathered = side;
-  by_routing.indices = routing, by_routing.gathered_rows = tokens;
-  permuted.indices = permutation, permuted.gathered_rows = routing.size();
+  by_routing.indices = routing, by_routing.source_rows = tokens;
+  permuted.indices = permutation, permuted.source_rows = routing.size();
   Buffers all[] = {Buffers(each, false), Buffers(by_routing, false), Buffers(permuted, false)};
   std::vector<std::function<void()>> runs;
   for (Buffers& buffers : all) runs.push_back([&buffers, config = buffers.config()] { buffers.run(config); });

@@ -37,16 +37,14 @@ struct Case {
   bool mn_b;  // rhs is stored [k, n]
   Gathered gathered = Gathered::none;
   std::vector<int> indices{};
-  int gathered_rows = 0;
+  int source_rows = 0;
   Formula formula = Formula::store;
 
   bool mn_a() const { return grouping == Grouping::k_grouped; }  // lhs is stored [k, m]
   int groups() const { return std::max<int>(1, sizes.size()); }
-  size_t a_count() const {
-    return gathered == Gathered::lhs ? size_t(gathered_rows) * (mn_a() ? m : k) : size_t(m) * k;
-  }
+  size_t a_count() const { return gathered == Gathered::lhs ? size_t(source_rows) * (mn_a() ? m : k) : size_t(m) * k; }
   size_t b_count() const {
-    return gathered == Gathered::rhs ? size_t(gathered_rows) * n
+    return gathered == Gathered::rhs ? size_t(source_rows) * n
                                      : size_t(n) * k * (grouping == Grouping::m_grouped ? groups() : 1);
   }
   size_t out_count() const { return size_t(m) * n * (grouping == Grouping::k_grouped ? groups() : 1); }
@@ -120,7 +118,7 @@ class Buffers {
       if (m)
         multiply_plainly<<<dim3((c.n + 127) / 128, m), 128>>>(
             a_g, b_g, to + to_g, magnitude + to_g, m, c.n, k, a_row, a_k, b_col, b_k, left && rows ? at : nullptr,
-            left && !rows ? at : nullptr, right ? at : nullptr, c.gathered_rows);
+            left && !rows ? at : nullptr, right ? at : nullptr, c.source_rows);
       start += size;
     }
     CHECK(cudaDeviceSynchronize());
@@ -141,7 +139,7 @@ class Buffers {
     product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();
     product.lhs = a, product.rhs = b, product.second_rhs = second_b, product.result = out;
     product.first_product = kept, product.second_product = kept ? static_cast<char*>(kept) + out_bytes() : nullptr;
-    product.gathered = case_.gathered, product.gathered_rows = case_.gathered_rows, product.indices = indices;
+    product.gathered = case_.gathered, product.source_rows = case_.source_rows, product.indices = indices;
     product.group_sizes = sizes, product.counter = counter;
     return product;
   }

@@ -85,7 +85,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   CombineArgs& c = r.combine;
   c.dtype = DType::bfloat16;
   c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
-  c.outputs = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
+  c.rows = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
   c.combined = device_array<char>(s.tokens * row);
   c.landing = device_array<char>(ranks * s.tokens * row);
   CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));

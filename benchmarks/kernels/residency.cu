@@ -112,9 +112,9 @@ void add_ragged(std::vector<Case>& cases, int ranks) {
     std::vector<int32_t> begins(ranks);
     for (int i = 0; i < ranks; ++i) begins[i] = i * slice;
     RaggedArgs a{};
-    a.slices = 1, a.operand_rows = a.result_rows = kRows, a.row_bytes = kWidth;
+    a.slices = 1, a.operand_rows = a.output_rows = kRows, a.row_bytes = kWidth;
     const Array result(size_t{kRows} * kWidth);
-    a.operand = Array(integers(size_t{kRows} * kWidth / 4, 1 << 30)).as<char>(), a.result = result.as<char>();
+    a.operand = Array(integers(size_t{kRows} * kWidth / 4, 1 << 30)).as<char>(), a.output = result.as<char>();
     a.input_offsets = Array(begins).as<int32_t>();
     a.output_offsets = Array(std::vector<int32_t>(ranks, rank * slice)).as<int32_t>();
     a.send_sizes = a.recv_sizes = Array(std::vector<int32_t>(ranks, slice)).as<int32_t>();

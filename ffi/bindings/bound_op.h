@@ -15,7 +15,7 @@ struct ResultType {
   std::string name;
   const char* dtype;
   std::vector<int64_t> shape;
-  bool alike;  // on all ranks
+  bool replicated;  // the same on all ranks
 };
 
 // The name of an op for users, and the results of a call in order.

@@ -79,7 +79,7 @@ CallTypes call_types(const Settings& settings, int ranks) {
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
     if (!spec.present || !spec.is_result()) return;
     types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
-                             std::vector<int64_t>(spec.sizes, spec.sizes + spec.ndim), spec.is_alike});
+                             std::vector<int64_t>(spec.sizes, spec.sizes + spec.ndim), spec.is_replicated});
   });
   if (const int64_t bytes = for_each_part(args, ranks, [](auto, int64_t) {}))
     types.results.push_back({"workspace", name_of(Values::uint8), {bytes}, false});

@@ -41,7 +41,7 @@ const std::map<std::string, BoundOp>& bound_ops() {
 
 py::dict stages(XLA_FFI_Handler* handler) {
   py::dict stages;
-  stages["instantiate"] = capsule(call_site_handler);
+  stages["instantiate"] = capsule(call_state_handler);
   stages["initialize"] = capsule(group_check_handler);
   stages["execute"] = capsule(handler);
   return stages;
@@ -78,21 +78,21 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// (name, dtype, shape, alike)
+// (name, dtype, shape, replicated)
 using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 // (op, results)
 using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
 PyCallTypes call_types(const std::string& ffi_target, int ranks, const py::kwargs& settings) {
   const CallTypes types = bound_ops().at(ffi_target).call_types(Keywords(settings), ranks);
   std::vector<PyResultType> results;
-  for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.alike);
+  for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.replicated);
   return {types.op, std::move(results)};
 }
 
 py::dict types() {
-  static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallSite>();
+  static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallState>();
   py::dict type, all;
-  type["type_id"] = py::capsule(static_cast<void*>(&CallSite::id));
+  type["type_id"] = py::capsule(static_cast<void*>(&CallState::id));
   type["type_info"] = py::capsule(static_cast<const void*>(&info));
   all["jax_ep_call_site"] = type;
   return all;
@@ -138,8 +138,8 @@ PyError to_python(const std::optional<GroupError>& error) {
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t content, int index, std::optional<int> max_sms)
-      : registration_(register_group(content, index)), id_(registration_->id) {
+         std::vector<int> sockets, int64_t content, int number, std::optional<int> max_sms)
+      : registration_(register_group(content, number)), id_(registration_->id) {
     const auto group = std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
                                                        Neighbours{std::move(processes), std::move(sockets)}, id_);
     if (max_sms) group->limit_sms(*max_sms);
@@ -260,7 +260,7 @@ void bind_errors(py::module_& module) {
 PYBIND11_MODULE(JAX_EP_MODULE, module) {
   bind_errors(module);
   module.attr("version") = JAX_EP_VERSION;
-  module.attr("max_experts") = kMailNumbers;
+  module.attr("mail_numbers") = kMailNumbers;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("float8_block") = kScaleBlock;
   module.attr("tma_multiple") = gemm::kTmaMultiple;

@@ -16,13 +16,13 @@ constexpr int kMailBuffers = 5;     // whose addresses a rank posts
 enum class OpKind : int32_t;  // kernels/ops.h
 
 // What an op is called with. Ranks that run an op together call it with equal signatures. kernels/signature.h fills one
-// in from the op's spec, and checks that the sizes and flags of every spec have room here.
+// in from the op's spec, and checks that the sizes and options of every spec have room here.
 constexpr int kSignatureSizes = 12;
-constexpr int kSignatureFlags = 32;
+constexpr int kSignatureOptions = 32;
 struct Signature {
   OpKind op;
-  DType dtype, other_dtype;  // rows, or a product's result; a product's operands
-  uint32_t flags;            // one bit each
+  DType dtype, operand_dtype;  // rows, or a product's result; a product's operands
+  uint32_t options;            // one bit each
   int64_t sizes[kSignatureSizes];
   int32_t plan[4];  // of a launch that the ranks must agree on; otherwise zero
 };

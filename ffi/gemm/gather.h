@@ -36,7 +36,7 @@ struct Gathering {
 
   JAX_EP_FN explicit Gathering(const Product& x)
       : matrix(static_cast<const char*>(x.lhs)),
-        rows(x.gathered_rows),
+        rows(x.source_rows),
         columns(x.grouping == Grouping::m_grouped ? x.k / (x.is_float8() ? 2 : 1) : x.m),
         indices(x.indices),
         count(x.grouping == Grouping::m_grouped ? x.m : x.k) {}

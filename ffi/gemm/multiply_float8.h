@@ -30,8 +30,7 @@ class TileScales {
     for (int i = 0; i < 2; ++i) {
       int at = smaller(row + i * 8, problem.m - 1);
       if constexpr (kGathers) at = load_here(product.indices + at);
-      rows_[i] =
-          kGathers && static_cast<uint32_t>(at) >= static_cast<uint32_t>(product.gathered_rows) ? -1 : at * blocks;
+      rows_[i] = kGathers && static_cast<uint32_t>(at) >= static_cast<uint32_t>(product.source_rows) ? -1 : at * blocks;
     }
 #pragma unroll
     for (int slice = 0; slice < kBlockN / kSlice; ++slice) {

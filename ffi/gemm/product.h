@@ -58,7 +58,7 @@ struct Product {
   int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
   int columns;          // of the array that holds gate (or up): n; 2 n if one array holds both, gate first
 
-  int gathered_rows;             // of the gathered operand's array
+  int source_rows;               // of the array whose rows are gathered
   const int32_t* indices;        // m-grouped [m], k-grouped [k]
   const void *lhs, *second_lhs;  // [m, k], k-grouped [k, m]
   const float* lhs_scales;       // [m, k / 128]

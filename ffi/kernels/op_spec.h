@@ -59,7 +59,7 @@ struct BufferSpec {
   bool is_window = false;  // peers may use it: its address is in the mail, in the order of the spec
   bool reached = false;    // whether peers use it in this call
   Undelivered undelivered = Undelivered::nan;
-  bool is_alike = false;  // a result that all ranks have alike
+  bool is_replicated = false;  // a result that is the same on all ranks
 
   // Absent buffers are null, and neither operands nor results of the call.
   JAX_EP_CONSTANT_FN BufferSpec when(bool is_present) const {
@@ -79,9 +79,9 @@ struct BufferSpec {
     return spec;
   }
 
-  JAX_EP_CONSTANT_FN BufferSpec alike(bool on_all_ranks = true) const {
+  JAX_EP_CONSTANT_FN BufferSpec replicated(bool on_all_ranks = true) const {
     BufferSpec spec = *this;
-    spec.is_alike = on_all_ranks;
+    spec.is_replicated = on_all_ranks;
     return spec;
   }
 
@@ -139,15 +139,15 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
 // What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, whichever is
 // larger.
 struct WorkSize {
-  int tokens = 0;
+  int items = 0;
   bool in_float8 = false;  // how rows travel
 };
 
 // Which warps of a CTA are senders: all, or the number that the rates of dispatch or combine say
 // (kernels/hardware_model.h).
 enum class Senders : uint8_t { all, by_dispatch_rates, by_combine_rates };
-// How many CTAs a launch has: as many as allowed, at most one for each token, or one for some entries of a union.
-enum class Ctas : uint8_t { all, one_a_token, by_union_rates };
+// How many CTAs a launch has: as many as allowed, at most one for each item, or one for some entries of a union.
+enum class Ctas : uint8_t { all, one_an_item, by_union_rates };
 
 // How an op on rows is launched on a GPU; kernels/plan.cc adds the rates.
 struct LaunchPolicy {

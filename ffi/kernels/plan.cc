@@ -19,18 +19,18 @@ int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
 // How many coops of a CTA are senders.
 int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   const auto& [policy, ranks, work] = shape;
-  const bool few_tokens = work.tokens <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
+  const bool few_tokens = work.items <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
   if (policy.senders == Senders::all) return coops;
   if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, ranks, ctas);
   if (work.in_float8) return find_senders(rates.dispatch_float8, ranks, ctas);
-  return find_senders(work.tokens <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, ranks, ctas);
+  return find_senders(work.items <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, ranks, ctas);
 }
 
 int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
-  if (shape.policy.ctas == Ctas::one_a_token) return shape.work.tokens;
+  if (shape.policy.ctas == Ctas::one_an_item) return shape.work.items;
   if (shape.policy.ctas == Ctas::all) return all;
-  return std::min(shape.work.tokens / rates.union_entries_per_cta + 1, rates.union_ctas);
+  return std::min(shape.work.items / rates.union_entries_per_cta + 1, rates.union_ctas);
 }
 
 }  // namespace

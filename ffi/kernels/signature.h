@@ -15,24 +15,24 @@
 
 namespace jax_ep {
 
-// The names of an op, its sizes and its flags in errors. Errors leave out a null name.
+// The names of an op, its sizes and its options in errors. Errors leave out a null name.
 struct SignatureNames {
   const char* op = "an unknown op";
   const char* sizes[kSignatureSizes] = {};
-  const char* flags[kSignatureFlags] = {};
-  bool rows = false;  // whether the op depends on the dtype of rows
+  const char* options[kSignatureOptions] = {};
+  bool has_dtype = false;
 };
 
-// How many sizes and flags the settings of an op need.
+// How many sizes and options the settings of an op need.
 struct SignatureRoom {
-  int sizes = 0, flags = 0;
+  int sizes = 0, options = 0;
 
   template <class Args, class Value>
   constexpr void count(Value Args::*) {
     if constexpr (std::is_enum_v<Value>)
-      flags += std::size(NamesOf<Value>::all) - 1;
+      options += std::size(NamesOf<Value>::all) - 1;
     else
-      ++(std::is_same_v<Value, bool> ? flags : sizes);
+      ++(std::is_same_v<Value, bool> ? options : sizes);
   }
   template <class Args>
   constexpr void count(DType Args::*) {}  // dtypes have fields of their own
@@ -42,22 +42,22 @@ template <class Args>
 constexpr bool fits_signature() {
   SignatureRoom room;
   OpSpec<Args>::settings([&](const char*, const char*, auto member) { room.count(member); });
-  return room.sizes <= kSignatureSizes && room.flags <= kSignatureFlags;
+  return room.sizes <= kSignatureSizes && room.options <= kSignatureOptions;
 }
 
-// Puts the settings of an op into its signature: numbers among the sizes, options among the flags. An enum has a flag
+// Puts the settings of an op into its signature: numbers among the sizes, options as bits. An enum has a bit
 // for each value but the first.
 template <class Args>
 struct SignatureOf {
   const Args& args;
   Signature signature{};
   SignatureNames names{};
-  int sizes = 0, flags = 0;
+  int sizes = 0, options = 0;
 
   static_assert(
       fits_signature<Args>(),
-      "this op has more sizes or options than a Signature holds: enlarge kSignatureSizes (or kSignatureFlags, "
-      "with the type of `flags`) in comm/signal_pad.h");
+      "this op has more sizes or options than a Signature holds: enlarge kSignatureSizes (or kSignatureOptions, "
+      "with the type of `options`) in comm/signal_pad.h");
 
   void add(const char* label, int64_t size) {
     names.sizes[sizes] = label;
@@ -72,20 +72,20 @@ struct SignatureOf {
     add(label, bits);
   }
   void operator()(const char*, const char* label, bool Args::* member) {
-    names.flags[flags] = label;
-    signature.flags |= static_cast<uint32_t>(args.*member) << flags++;
+    names.options[options] = label;
+    signature.options |= static_cast<uint32_t>(args.*member) << options++;
   }
   template <class Enum, class = std::enable_if_t<std::is_enum_v<Enum>>>
   void operator()(const char*, const char*, Enum Args::* member) {
     for (const Named<Enum>& choice : NamesOf<Enum>::all) {
       if (&choice == NamesOf<Enum>::all) continue;
-      names.flags[flags] = choice.name;
-      signature.flags |= static_cast<uint32_t>(args.*member == choice.value) << flags++;
+      names.options[options] = choice.name;
+      signature.options |= static_cast<uint32_t>(args.*member == choice.value) << options++;
     }
   }
   void operator()(const char* name, const char*, DType Args::* member) {
-    names.rows = true;
-    signature.other_dtype = args.*member;  // of the operands, which come last
+    names.has_dtype = true;
+    signature.operand_dtype = args.*member;  // of the operands, which come last
     if (std::string_view(name) == "dtype") signature.dtype = args.*member;
   }
 };
@@ -159,12 +159,13 @@ inline std::string describe(const Signature& signature) {
   };
   const SignatureNames names = names_of(signature.op);
   std::string text = names.op;
-  if (names.rows) text += " " + dtype_name(signature.dtype);
-  if (names.rows && signature.other_dtype != signature.dtype) text += " of " + dtype_name(signature.other_dtype);
+  if (names.has_dtype) text += " " + dtype_name(signature.dtype);
+  if (names.has_dtype && signature.operand_dtype != signature.dtype)
+    text += " of " + dtype_name(signature.operand_dtype);
   for (int i = 0; i < kSignatureSizes && names.sizes[i]; ++i)
     text += std::string(" ") + names.sizes[i] + "=" + std::to_string(signature.sizes[i]);
-  for (int i = 0; i < kSignatureFlags; ++i)
-    if (names.flags[i] && signature.flags >> i & 1) text += std::string(", ") + names.flags[i];
+  for (int i = 0; i < kSignatureOptions; ++i)
+    if (names.options[i] && signature.options >> i & 1) text += std::string(", ") + names.options[i];
   return text + describe_plan(signature);
 }
 

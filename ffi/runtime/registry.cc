@@ -39,16 +39,16 @@ void Registration::end() {
   ended_ = true;
 }
 
-std::shared_ptr<Registration> register_group(int64_t content, int index) {
+std::shared_ptr<Registration> register_group(int64_t content, int number) {
   std::lock_guard lock(registry().mutex);
-  int number = std::max(index, 0);
-  while (registry().open.count(id_of(content, number))) {
-    if (index >= 0)
-      throw std::invalid_argument("group number " + std::to_string(index) +
+  int found = std::max(number, 0);
+  while (registry().open.count(id_of(content, found))) {
+    if (number >= 0)
+      throw std::invalid_argument("group number " + std::to_string(number) +
                                   " over these devices is open already in this process");
-    ++number;
+    ++found;
   }
-  auto made = std::make_shared<Registration>(id_of(content, number));
+  auto made = std::make_shared<Registration>(id_of(content, found));
   registry().open.emplace(made->id, made);
   return made;
 }
@@ -101,7 +101,7 @@ std::string_view minor_of(std::string_view release) { return release.substr(0, r
 
 // `attributes`: of the op. A local op has neither group nor site. The attributes and buffers of every FFI target are
 // those of a minor release, so a saved program of another one is rejected before anything of it is read.
-ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attributes) {
+ffi::ErrorOr<std::unique_ptr<CallState>> make_call_state(ffi::Dictionary attributes) {
   const auto release = attributes.get<std::string_view>("release");
   const std::string maker(release.has_value() ? *release : "before 0.1");
   if (minor_of(maker) != minor_of(JAX_EP_VERSION))
@@ -110,7 +110,7 @@ ffi::ErrorOr<std::unique_ptr<CallSite>> make_call_site(ffi::Dictionary attribute
         "this program was made with jax_ep " + maker +
             ", but jax_ep " JAX_EP_VERSION
             " is installed, whose calls differ: make the program again, or install the jax_ep that made it"));
-  auto made = std::make_unique<CallSite>();
+  auto made = std::make_unique<CallState>();
   if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
   if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);
   return made;
@@ -129,9 +129,9 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
 
 }  // namespace
 
-ffi::TypeId CallSite::id = {};
+ffi::TypeId CallState::id = {};
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(call_site_handler, make_call_site, ffi::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(call_state_handler, make_call_state, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group,
                               ffi::Ffi::BindInitialize().Ctx<ffi::DeviceOrdinal>().Attrs());
 

@@ -35,9 +35,9 @@ class Registration {
   bool ended_ = false;  // under the registry's mutex
 };
 
-// Registers a group that is about to be opened. `content`: a hash. `index`: the number of the group among those of this
+// Registers a group that is about to be opened. `content`: a hash. `number`: of the group among those of this
 // content, on which its processes agreed; -1: the lowest free number. Throws std::invalid_argument if it is taken.
-std::shared_ptr<Registration> register_group(int64_t content, int index = -1);
+std::shared_ptr<Registration> register_group(int64_t content, int number = -1);
 
 // Null if there is none.
 std::shared_ptr<Registration> find_registration(int64_t id);
@@ -52,14 +52,14 @@ GroupError group_not_open();
 xla::ffi::Error to_ffi(const GroupError& error);
 
 // The state that XLA keeps for each custom call of a program, made when the program is compiled or loaded.
-struct CallSite {
+struct CallState {
   std::shared_ptr<Registration> group;  // keeps the group open; may be null
 
   static xla::ffi::TypeId id;
 };
 
-// The handler stage that makes CallSites.
-XLA_FFI_DECLARE_HANDLER_SYMBOL(call_site_handler);
+// The handler stage that makes CallStates.
+XLA_FFI_DECLARE_HANDLER_SYMBOL(call_state_handler);
 
 // The handler stage before each execution on a GPU. It also runs for a captured graph, which calls no op's handler. It
 // raises the group's failure, an error of an earlier execution, or that the group is closed.

@@ -22,7 +22,9 @@ from jax_ep.version import __version__
 
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/signal_pad.h: the size of a signal pad
-MAX_EXPERTS = 4096  # kMailNumbers of ffi/comm/signal_pad.h: the size of a mailbox
+MAIL_NUMBERS = (
+    4096  # kMailNumbers of ffi/comm/signal_pad.h, the size of a mailbox: the most experts, and slices for a peer
+)
 TMA_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants rows of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
@@ -66,10 +68,12 @@ def library(platform: str) -> ModuleType:
             f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "
             "install jax_ep again"
         )
-    limits = (library.max_ranks, library.max_experts, library.float8_block, library.tma_multiple)
-    here = (MAX_RANKS, MAX_EXPERTS, float8.BLOCK, TMA_MULTIPLE)
+    limits = (library.max_ranks, library.mail_numbers, library.float8_block, library.tma_multiple)
+    here = (MAX_RANKS, MAIL_NUMBERS, float8.BLOCK, TMA_MULTIPLE)
     if limits != here:
-        raise PlatformError(f"ranks, experts, float8 block, row multiple: the library has {limits}, Python {here}")
+        raise PlatformError(
+            f"ranks, numbers in a mailbox, float8 block, row multiple: the library has {limits}, Python {here}"
+        )
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
@@ -82,7 +86,7 @@ class _Result(NamedTuple):
     updates: bool  # begins as the last operand, and is of its type; then dtype and shape are empty
     dtype: str
     shape: tuple[int, ...]
-    alike: bool  # on all ranks
+    replicated: bool  # the same on all ranks
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -91,7 +95,10 @@ def _results_of(
 ) -> tuple[str, list[_Result]]:
     """The name of an op that users know, and its results in order: from its OpSpec, and cached by settings."""
     op, results = library(platform).call_types(name, ranks, **settings)
-    return op, [_Result(each, dtype is None, dtype or "", tuple(shape), alike) for each, dtype, shape, alike in results]
+    return op, [
+        _Result(each, dtype is None, dtype or "", tuple(shape), replicated)
+        for each, dtype, shape, replicated in results
+    ]
 
 
 def _call_site() -> str:
@@ -160,7 +167,7 @@ def call(
     def type_of(result: _Result, operands: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
         if result.updates:
             return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
-        unvarying = axes if result.alike else frozenset()
+        unvarying = axes if result.replicated else frozenset()
         return vary.result_type(result.shape, np.dtype(result.dtype), operands[0], unvarying)
 
     def one_call(*operands: jax.Array) -> Sequence[jax.Array]:

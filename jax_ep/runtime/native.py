@@ -47,7 +47,7 @@ class OpRecord(NamedTuple):
     end_ns: int
 
 
-class RankReport(NamedTuple):
+class RankHistory(NamedTuple):
     """The last ops of one rank."""
 
     line: int
@@ -59,9 +59,9 @@ class RankReport(NamedTuple):
     ops: list[OpRecord]  # the last 64 at most, in order
 
 
-def history(native: NativeGroup) -> list[RankReport]:
+def history(native: NativeGroup) -> list[RankHistory]:
     return [
-        RankReport(line, rank, finished, process, waited, received, [OpRecord(*record) for record in records])
+        RankHistory(line, rank, finished, process, waited, received, [OpRecord(*record) for record in records])
         for line, rank, finished, process, waited, received, records in native.history()
     ]
 

@@ -61,7 +61,7 @@ struct Rank {
   CombineArgs combine_args() {
     CombineArgs a{};
     a.num_tokens = count, a.top_k = kTopK, a.hidden = kHidden, a.capacity = kCapacity;
-    a.outputs = reinterpret_cast<char*>(rows.data()), a.weights = row_weights.data(), a.targets = targets.data();
+    a.rows = reinterpret_cast<char*>(rows.data()), a.weights = row_weights.data(), a.targets = targets.data();
     a.row_of = row_of.data(), a.combined = reinterpret_cast<char*>(combined.data());
     a.landing = reinterpret_cast<char*>(landing.data());
     return a;

@@ -52,9 +52,9 @@ void exchange(Group& group, int rank, char* result, bool staged) {
   for (int i = 0; i < kRanks * kRowBytes; ++i) operand[i] = static_cast<char>(10 * rank + i / kRowBytes);
   std::memset(result, 77, (kRanks + 1) * kRowBytes);
   RaggedArgs args{};
-  args.slices = 1, args.operand_rows = kRanks, args.result_rows = kRanks + 1, args.row_bytes = kRowBytes;
+  args.slices = 1, args.operand_rows = kRanks, args.output_rows = kRanks + 1, args.row_bytes = kRowBytes;
   args.operand = operand.data(), args.input_offsets = from.data(), args.send_sizes = one.data();
-  args.output_offsets = to.data(), args.recv_sizes = one.data(), args.result = result;
+  args.output_offsets = to.data(), args.recv_sizes = one.data(), args.output = result;
 
   const auto reached = reach(group, {0, rank}, args);
   expect(reached.after.size() == (staged ? 1 : 0) && reached.before.size() == reached.after.size(),

@@ -96,7 +96,8 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
     factors(a, visit);
     visit(scratch("partial", values_of(a.dtype), a.m, a.n).for_peers(), &Args::partial);
     const bool all = !a.reduce_scatter;
-    visit(result("sums", values_of(a.dtype), all ? a.m : a.m / ranks, a.n).for_peers(all).alike(all), &Args::result);
+    visit(result("sums", values_of(a.dtype), all ? a.m : a.m / ranks, a.n).for_peers(all).replicated(all),
+          &Args::result);
   }
 };
 

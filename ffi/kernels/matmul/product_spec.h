@@ -21,8 +21,8 @@ struct NamesOf<gemm::Element> {
 };
 template <>
 struct NamesOf<gemm::Grouping> {
-  static constexpr Named<gemm::Grouping> all[] = {{"rows", gemm::Grouping::m_grouped},
-                                                  {"contraction", gemm::Grouping::k_grouped}};
+  static constexpr Named<gemm::Grouping> all[] = {{"m_grouped", gemm::Grouping::m_grouped},
+                                                  {"k_grouped", gemm::Grouping::k_grouped}};
 };
 template <>
 struct NamesOf<gemm::Formula> {
@@ -58,7 +58,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     visit("activation", nullptr, &Args::activation);
     visit("keeps_products", nullptr, &Args::keeps_products);
     visit("gathered", nullptr, &Args::gathered);
-    visit("gathered_rows", nullptr, &Args::gathered_rows);
+    visit("source_rows", nullptr, &Args::source_rows);
     visit("rhs_is_k_by_n", nullptr, &Args::rhs_is_k_by_n);
     visit("m", nullptr, &Args::m);
     visit("n", nullptr, &Args::n);
@@ -90,7 +90,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
     const bool quantized = is_float8(x), summed = x.formula == Formula::summed, gated = x.formula == Formula::gated;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
-    const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.gathered_rows : x.m;
+    const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.source_rows : x.m;
     visit(operand("the scales of lhs", Values::float32, scaled_rows, blocks).when(quantized), &Args::lhs_scales);
     visit(rhs("rhs", x), &Args::rhs);
     visit(operand("the scales of rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized),
@@ -119,14 +119,14 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   static std::optional<std::string> validate_gathered(const Args& x) {
     const auto wrong_side = [&](const char* must) { return wrong("gathered", must, name_in(x.gathered)); };
     if (x.gathered == gemm::Gathered::none)
-      return x.gathered_rows == 0 ? std::nullopt
-                                  : std::optional(wrong("gathered_rows", "0 if none is gathered", x.gathered_rows));
+      return x.source_rows == 0 ? std::nullopt
+                                : std::optional(wrong("source_rows", "0 if none is gathered", x.source_rows));
     if (x.formula == Formula::summed || (is_float8(x) && x.formula == Formula::gated))
       return wrong_side("none of a sum of products or of a gated unit of float8");
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
-    if (x.gathered_rows < 1) return wrong("gathered_rows", "at least 1", x.gathered_rows);
+    if (x.source_rows < 1) return wrong("source_rows", "at least 1", x.source_rows);
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
-    return at_most("gathered_rows", x.gathered_rows, columns / gemm::kTmaMultiple);
+    return at_most("source_rows", x.source_rows, columns / gemm::kTmaMultiple);
   }
 
   static std::optional<std::string> validate_16_bits(const Args& x) {
@@ -150,7 +150,7 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   static std::optional<std::string> validate_float8(const Args& x) {
     const bool is_gated = x.formula == Formula::gated;
     if (auto error = multiples(kScaleBlock, "n", x.n, "k", x.k)) return error;
-    if (by_contraction(x)) return wrong("grouping", "rows of operands in float8", name_in(x.grouping));
+    if (by_contraction(x)) return wrong("grouping", "m_grouped of operands in float8", name_in(x.grouping));
     if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
     if (!is_gated && x.formula != Formula::store)
       return wrong("formula", "store or gated of operands in float8", name_in(x.formula));
@@ -187,12 +187,12 @@ struct OpSpec<gemm::Product> : LocalDefaults {
   }
   JAX_EP_CONSTANT_FN static BufferSpec lhs(const char* name, const Args& x) {
     const bool gathers = x.gathered == gemm::Gathered::lhs;
-    return by_contraction(x) ? operand(name, values_of(x.in), gathers ? x.gathered_rows : x.k, x.m)
-                             : operand(name, values_of(x.in), gathers ? x.gathered_rows : x.m, x.k);
+    return by_contraction(x) ? operand(name, values_of(x.in), gathers ? x.source_rows : x.k, x.m)
+                             : operand(name, values_of(x.in), gathers ? x.source_rows : x.m, x.k);
   }
   JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
     if (by_contraction(x))
-      return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.gathered_rows : x.k, x.n);
+      return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.source_rows : x.k, x.n);
     return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
                            : operand(name, values_of(x.in), x.groups, x.columns, x.k);
   }

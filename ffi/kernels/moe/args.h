@@ -108,7 +108,7 @@ struct CombineArgs {
   DType dtype;
   int num_tokens, top_k, hidden, capacity;
   bool weighted, returning;  // whether there are weights, and scalars
-  const char* outputs;       // [C, H]
+  const char* rows;          // [C, H]
   const float* weights;      // [R, T, K], or null for 1
   const float* scalars;      // [R, T, K] to return to their token's rank, or null
   const int32_t* targets;    // [T, K]
@@ -216,7 +216,7 @@ struct OpSpec<ScatterArgs> : RoutedDefaults {
   using Args = ScatterArgs;
   static constexpr const char* kFfiTarget = "scatter";
   static constexpr KindName kKinds[] = {{OpKind::scatter, "scatter"}};
-  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates, Ctas::one_a_token};
+  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates, Ctas::one_an_item};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -272,7 +272,7 @@ struct OpSpec<CombineArgs> : RoutedDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const Values values = values_of(a.dtype);
     const int tokens = a.num_tokens;
-    visit(operand("outputs", values, a.capacity, a.hidden), &Args::outputs);
+    visit(operand("rows", values, a.capacity, a.hidden), &Args::rows);
     visit(operand("weights", Values::float32, ranks, tokens, a.top_k).when(a.weighted), &Args::weights);
     visit(operand("scalars", Values::float32, ranks, tokens, a.top_k).when(a.returning), &Args::scalars);
     visit(operand("targets", Values::int32, tokens, a.top_k), &Args::targets);

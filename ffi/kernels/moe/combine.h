@@ -28,12 +28,12 @@ class Combine {
   JAX_EP_FN Combine(Op& op, const CombineArgs& args)
       : op_(op),
         args_(args),
-        outputs_(reinterpret_cast<const T*>(args.outputs)),
+        outputs_(reinterpret_cast<const T*>(args.rows)),
         by_capacity_(args.capacity),
         row_bound_(RoutingLeaf::row_of, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
         rows_(op.coop,
-              in_words(args.outputs, args.landing, int64_t{args.hidden} * sizeof(T)) &&
+              in_words(args.rows, args.landing, int64_t{args.hidden} * sizeof(T)) &&
                   in_words(args.combined, args.combined, 0),
               kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
 

@@ -72,7 +72,7 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
   return start;
 }
 
-constexpr int kMaxRouters = 16;
+constexpr int kMaxRoutingCtas = 16;
 
 // Scratch of routing: tables that follow each other. A histogram has a bin for each expert, and one for invalid ids.
 // The tables from `shifts` on exist if rows may be dropped (Overfull).
@@ -85,7 +85,7 @@ struct RouteScratch {
   JAX_EP_CONSTANT_FN static int64_t ints_before(Table end, int64_t experts, int64_t ranks) {
     const int64_t bins = experts + 1;
     const auto ints_of = [&](Table table, int64_t ints) { return table < end ? ints : 0; };
-    return ints_of(kCoopBins, kMaxRouters * kMaxCtaCoops * bins) + ints_of(kCtaBins, kMaxRouters * bins) +
+    return ints_of(kCoopBins, kMaxRoutingCtas * kMaxCtaCoops * bins) + ints_of(kCtaBins, kMaxRoutingCtas * bins) +
            ints_of(kFirstRows, experts) + ints_of(kTotals, experts) + ints_of(kNeeded, ranks) +
            ints_of(kShifts, ranks * experts) + ints_of(kEnds, ranks * experts) +
            ints_of(kAssignmentCounts, ranks * experts);
@@ -108,9 +108,9 @@ JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool d
 }
 
 // CTAs that take part in routing.
-JAX_EP_FN int router_ctas(int assignments, int per_cta, int ctas) {
+JAX_EP_FN int routing_ctas(int assignments, int per_cta, int ctas) {
   const int wanted = ceil_div(assignments, per_cta);
-  return larger(1, smaller(wanted, smaller(ctas, kMaxRouters)));
+  return larger(1, smaller(wanted, smaller(ctas, kMaxRoutingCtas)));
 }
 
 }  // namespace jax_ep

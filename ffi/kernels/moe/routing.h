@@ -26,7 +26,7 @@ class Histogram {
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
         scratch_{args.route_scratch, args.num_experts, op.comm.size},
-        coop_(as_router(op, router_ctas(items, per_cta, op.coop.cta.count))),
+        coop_(as_routing_coop(op, routing_ctas(items, per_cta, op.coop.cta.count))),
         ctas_(coop_.cta.count),
         mine_(part_of_coop(items)) {}
 
@@ -83,7 +83,7 @@ class Histogram {
 
  private:
   // This coop, numbered among the routing coops.
-  JAX_EP_FN static Coop as_router(Op& op, int wanted) {
+  JAX_EP_FN static Coop as_routing_coop(Op& op, int wanted) {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
     if (wanted == 1) return as_member(coop, {0, 1});
@@ -167,10 +167,10 @@ class Histogram {
     const Coop& coop = coop_;
     for (int e = coop.index * Coop::lanes + coop.lane; op_.ok() && e <= scratch_.num_experts;
          e += part().count * Coop::lanes) {
-      int32_t before[kMaxRouters];
-      for (int cta = 0; cta < kMaxRouters; ++cta) before[cta] = cta < ctas_ ? scratch_.cta_bins(cta)[e] : 0;
+      int32_t before[kMaxRoutingCtas];
+      for (int cta = 0; cta < kMaxRoutingCtas; ++cta) before[cta] = cta < ctas_ ? scratch_.cta_bins(cta)[e] : 0;
       int total = 0;
-      for (int cta = 0; cta < kMaxRouters; ++cta) {
+      for (int cta = 0; cta < kMaxRoutingCtas; ++cta) {
         if (cta < ctas_) scratch_.cta_bins(cta)[e] = total;
         total += before[cta];
       }
@@ -244,16 +244,16 @@ class RoutedTokens {
 
 // Posts the buffers of a dispatch. All coops call, before they route. The last coop of the last CTA posts, because the
 // routing coops have other work. If the last CTA has no SM yet, the last coop of the first routing CTA posts
-// (Router::post_if_late).
+// (Routing::post_if_late).
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
   op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), window_addresses(args, op.comm.size));
 }
 
-class Router {
+class Routing {
  protected:
   // `items`: assignments that this rank counts; `per_cta`: those of a routing CTA.
-  JAX_EP_FN Router(Op& op, const DispatchArgs& args, int items, int per_cta)
+  JAX_EP_FN Routing(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
         args_(args),
         histogram_(op, args, items, per_cta),
@@ -288,10 +288,10 @@ class Router {
 
 // Routes by counts. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
 // of its assignments, while the eager tokens travel.
-class RoutingByCounts : Router {
+class RoutingByCounts : Routing {
  public:
   JAX_EP_FN RoutingByCounts(Op& op, const DispatchArgs& args)
-      : Router(op, args, args.num_tokens * args.top_k, kRoutingAssignments) {}
+      : Routing(op, args, args.num_tokens * args.top_k, kRoutingAssignments) {}
 
   // The other coops wait for the results only where they need them: see RoutingResults.
   JAX_EP_FN void run() {
@@ -388,10 +388,10 @@ class RoutingByCounts : Router {
 
 // Routes few tokens by assignments. Every rank sends its assignments to all ranks, and each rank works out the whole
 // routing. Ranks exchange messages only once, while the tokens travel to landing slots.
-class RoutingByAssignments : Router {
+class RoutingByAssignments : Routing {
  public:
   JAX_EP_FN RoutingByAssignments(Op& op, const DispatchArgs& args)
-      : Router(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
+      : Routing(op, args, op.comm.size * args.num_tokens * args.top_k, 4 * kRoutingAssignments),
         per_rank_(args.num_tokens * args.top_k),
         by_rank_(per_rank_) {}
 

@@ -10,10 +10,10 @@ namespace jax_ep {
 
 struct RaggedArgs {
   int slices;  // per peer
-  int64_t operand_rows, result_rows, row_bytes;
+  int64_t operand_rows, output_rows, row_bytes;
   const char* operand;
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;  // [R, slices]
-  char* result;
+  char* output;
 };
 
 template <>
@@ -26,14 +26,14 @@ struct OpSpec<RaggedArgs> : OpDefaults {
   static constexpr void settings(Visit visit) {
     visit("slices", "slices", &Args::slices);
     visit("operand_rows", "operand rows", &Args::operand_rows);
-    visit("result_rows", "output rows", &Args::result_rows);
+    visit("output_rows", "output rows", &Args::output_rows);
     visit("row_bytes", "row bytes", &Args::row_bytes);
   }
   static std::optional<std::string> validate(const Args& args, int) {
     if (args.slices > kMailNumbers)
       return wrong("slices", "at most " + std::to_string(kMailNumbers) + ", what a mailbox holds", args.slices);
     if (!fits_int32(args.operand_rows)) return wrong("operand_rows", "below 2**31", args.operand_rows);
-    if (!fits_int32(args.result_rows)) return wrong("result_rows", "below 2**31", args.result_rows);
+    if (!fits_int32(args.output_rows)) return wrong("output_rows", "below 2**31", args.output_rows);
     if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);
     return std::nullopt;
   }
@@ -52,7 +52,7 @@ struct OpSpec<RaggedArgs> : OpDefaults {
     visit(operand("send_sizes", Values::int32, all), &Args::send_sizes);
     visit(operand("output_offsets", Values::int32, all), &Args::output_offsets);
     visit(operand("recv_sizes", Values::int32, all), &Args::recv_sizes);
-    visit(any_rows("output", Use::updated, a.result_rows, a.row_bytes).for_peers(), &Args::result);
+    visit(any_rows("output", Use::updated, a.output_rows, a.row_bytes).for_peers(), &Args::output);
   }
 };
 

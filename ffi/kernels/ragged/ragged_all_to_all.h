@@ -1,4 +1,4 @@
-// ragged_all_to_all: every rank writes slices of its rows into the results of its peers.
+// ragged_all_to_all: every rank writes slices of its rows into the outputs of its peers.
 #pragma once
 
 #include "comm/ctas.h"
@@ -18,9 +18,9 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   const int64_t size = args.send_sizes[index], from = args.input_offsets[index], to = args.output_offsets[index];
   if (size == 0) return false;
   const bool sendable = inside(from, size, args.operand_rows);
-  if (sendable && inside(to, size, args.result_rows)) return true;
+  if (sendable && inside(to, size, args.output_rows)) return true;
   if (op.coop.lane == 0)
-    op.report_invalid(peer, 0, sendable ? args.result_rows : args.operand_rows, (sendable ? to : from) + size);
+    op.report_invalid(peer, 0, sendable ? args.output_rows : args.operand_rows, (sendable ? to : from) + size);
   op.refuse();  // as the peer waits for the slice
   return false;
 }
@@ -29,13 +29,13 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
   if (op.coop.sender.empty()) return;
   op.enter(Phase::send);
   RowMover mover(op.coop);
-  const Window<char> results(op, kWindow<&RaggedArgs::result>);
+  const Window<char> outputs(op, kWindow<&RaggedArgs::output>);
   for (int i = 0; op.ok() && i < op.comm.size * args.slices; ++i) {
     const int shifted = (op.comm.rank + 1) * args.slices + i;  // every rank begins with another peer
     const int index = shifted % (op.comm.size * args.slices), peer = index / args.slices;
     if (!check_slice(op, args, peer, index)) continue;
     const char* from = args.operand + args.input_offsets[index] * args.row_bytes;
-    char* to = results.peer(peer) + args.output_offsets[index] * args.row_bytes;
+    char* to = outputs.peer(peer) + args.output_offsets[index] * args.row_bytes;
     const auto source = [&](int row) -> const char* { return op.may_push() ? from + row * args.row_bytes : nullptr; };
     Stride rows{op.coop.sender.index, args.send_sizes[index], op.coop.sender.count};
     const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };

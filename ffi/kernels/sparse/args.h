@@ -104,10 +104,11 @@ struct OpSpec<SparseUnionArgs> : OpDefaults {
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     visit(operand("ids", Values::int32, a.entries), &Args::ids);
     visit(operand("missing", Values::int32, kMissing), &Args::missing);
-    visit(result("indices", Values::int32, a.capacity).alike(!a.sharded), &Args::indices);
-    visit(result("places", Values::int32, ranks, a.entries).for_peers().alike(), &Args::places);
-    visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size).alike(), &Args::bounds);
-    visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size).alike(), &Args::all_missing);
+    visit(result("indices", Values::int32, a.capacity).replicated(!a.sharded), &Args::indices);
+    visit(result("places", Values::int32, ranks, a.entries).for_peers().replicated(), &Args::places);
+    visit(result("bounds", Values::int32, ranks + 1).undelivered_as(Undelivered::size).replicated(), &Args::bounds);
+    visit(result("all_missing", Values::int32, kMissing).undelivered_as(Undelivered::size).replicated(),
+          &Args::all_missing);
     visit(scratch("bits", Values::int32, bitmap_words(a.num_rows)), &Args::bits);
     visit(scratch("prefix", Values::int32, bitmap_words(a.num_rows)), &Args::prefix);
     visit(scratch("coop_counts", Values::int32, kMaxCoops), &Args::coop_counts);
@@ -119,7 +120,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
   using Args = SparseReduceArgs;
   static constexpr const char* kFfiTarget = "sparse_reduce";
   static constexpr KindName kKinds[] = {{OpKind::sparse_reduce, "sparse_all_reduce"}};
-  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_a_token};
+  static constexpr LaunchPolicy kLaunch{Senders::all, Ctas::one_an_item};
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -146,7 +147,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit(operand("values", values, a.entries, a.hidden).for_peers(), &Args::values);
     visit(operand("places", Values::int32, ranks, a.entries), &Args::places);
     visit(operand("bounds", Values::int32, ranks + 1), &Args::bounds);
-    visit(result("sums", values, a.capacity, a.hidden).for_peers().alike(!a.sharded), &Args::result);
+    visit(result("sums", values, a.capacity, a.hidden).for_peers().replicated(!a.sharded), &Args::result);
     visit(scratch("partials", Values::float32, a.entries, a.hidden).for_peers(), &Args::partials);
     visit(scratch("landing", Values::uint8, landing).for_peers(), &Args::landing);
     visit(scratch("runs", Values::int32, ranks, a.places_kept, 2), &Args::runs);

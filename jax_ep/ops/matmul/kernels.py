@@ -28,7 +28,7 @@ def grouped_matmul(
 
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="contraction")["product"]
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="k_grouped")["product"]
 
 
 def summed_matmul(
@@ -63,7 +63,7 @@ def _call(
     group_sizes: jax.Array,
     *,
     dtype: Any,
-    grouping: str = "rows",
+    grouping: str = "m_grouped",
     formula: str = "store",
     activation: str = "none",
     keeps_products: bool = False,
@@ -73,14 +73,14 @@ def _call(
 
     Args:
       rhs: for a gated product gate and up, or one array of both, gate in front.
-      grouping: groups divide the "rows" of lhs, or the "contraction", which is along the rows of both operands.
+      grouping: groups divide the rows of lhs ("m_grouped"), or the contraction, along the rows of both ("k_grouped").
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
     indices = [x.indices for x in (lhs[0], rhs[0]) if isinstance(x, GatheredRows)]
     first = [matrix_and_indices(x)[0] for x in (lhs[0], rhs[0])]
     left, right = (x.bits if isinstance(x, Float8) else x for x in first)
     rows = indices[0].shape[0] if indices else left.shape[0]
-    by_contraction = grouping == "contraction"
+    by_contraction = grouping == "k_grouped"
     rhs_is_k_by_n = not (transpose_rhs or isinstance(rhs[0], Float8Weights))
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = formula == "gated" and len(rhs) == 1
@@ -96,7 +96,7 @@ def _call(
         activation=activation,
         keeps_products=keeps_products,
         gathered=gathered,
-        gathered_rows={"none": 0, "lhs": left.shape[0], "rhs": right.shape[0]}[gathered],
+        source_rows={"none": 0, "lhs": left.shape[0], "rhs": right.shape[0]}[gathered],
         rhs_is_k_by_n=rhs_is_k_by_n,
         m=left.shape[1] if by_contraction else rows,
         n=columns // (2 if both_in_one else 1),

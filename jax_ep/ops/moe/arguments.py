@@ -60,8 +60,8 @@ def validated(
     checks.check_one_of(op, "on_overflow", on_overflow, OnOverflow)
     if num_experts % group.size:
         raise ValueError(f"{op}: num_experts must be a multiple of the group's size {group.size}, got {num_experts}")
-    if num_experts > ffi.MAX_EXPERTS:
-        raise ValueError(f"{op}: num_experts must be at most {ffi.MAX_EXPERTS}, got {num_experts}")
+    if num_experts > ffi.MAIL_NUMBERS:
+        raise ValueError(f"{op}: num_experts must be at most {ffi.MAIL_NUMBERS}, got {num_experts}")
     assignments, local_experts = group.size * num_tokens * top_k, num_experts // group.size
     if assignments + local_experts * alignment >= 2**31:  # kernels count in int32
         raise ValueError(

@@ -19,7 +19,7 @@ OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
 )
 MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, in steps of all coops
-MAX_SLICES = ffi.MAX_EXPERTS  # for one peer; a mailbox (kMailNumbers of ffi/comm/signal_pad.h) bounds both
+MAX_SLICES = ffi.MAIL_NUMBERS  # for one peer
 
 
 def ragged_all_to_all(

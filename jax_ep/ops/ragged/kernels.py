@@ -22,7 +22,7 @@ def ragged_all_to_all(group: Group, operand: jax.Array, output: jax.Array, *indi
         ranks=group._ranks,
         slices=indices[0].shape[0] // group.size,
         operand_rows=operand.shape[0],
-        result_rows=output.shape[0],
+        output_rows=output.shape[0],
         row_bytes=int(np.prod(output.shape[1:])) * output.dtype.itemsize,
     )
     return called["output"]

@@ -23,11 +23,11 @@ def ragged_all_to_all(
     me = jax.lax.axis_index(axis_name)
     size = jax.lax.axis_size(axis_name)
 
-    def chunks_for_me(x: jax.Array) -> jax.Array:  # [R, slices]: from each rank, the slices it sends here
+    def slices_for_me(x: jax.Array) -> jax.Array:  # [R, slices]: from each rank, the slices it sends here
         return jax.lax.all_gather(x, axis_name).reshape(size, size, -1)[:, me]
 
     operands = jax.lax.all_gather(operand, axis_name)
-    starts, sizes, offsets = map(chunks_for_me, (input_offsets, send_sizes, output_offsets))
+    starts, sizes, offsets = map(slices_for_me, (input_offsets, send_sizes, output_offsets))
     fits = (send_sizes >= 0) & (input_offsets >= 0) & (input_offsets <= operand.shape[0] - send_sizes)
     fits &= (output_offsets >= 0) & (output_offsets <= output.shape[0] - send_sizes)
     wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)

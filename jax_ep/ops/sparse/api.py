@@ -72,25 +72,25 @@ def sparse_all_reduce(
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, Method)
-    native = group._resolve(name, implementation, serves_nodes=True) == "ffi"
+    by_kernels = group._resolve(name, implementation, serves_nodes=True) == "ffi"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         indices = jnp.full_like(rows.indices, rows.num_rows, shape=1)
         values = jnp.zeros_like(rows.values, shape=(1, rows.values.shape[1]))
         rows = dataclasses.replace(rows, indices=indices, values=values)
     entries, row_values = rows.values.shape
-    settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": native}
+    settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": by_kernels}
     agreement = Agreement(group._participants, name, **settings, **dataclasses.asdict(config))
     rows = agreement.enter(*vary.vary_alike(group.axis_name, jax.tree.map(jnp.asarray, rows)))
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
-    union = _union(group, config, rows, method, native)
+    union = _union(group, config, rows, method, by_kernels)
     _, union_here = vary.vary_alike(group.axis_name, rows.values, union)
-    if native:
+    if by_kernels:
         values = _reduce(group, config, rows.values, union_here)
     else:
         values = xla.reduce(config, group.axis_name, rows.values, union)
-    if not config.drop and not (native and group.intranode is None):  # kernels of one node report it
+    if not config.drop and not (by_kernels and group.intranode is None):  # kernels of one node report it
         values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
     values = agreement.leave(values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
@@ -128,11 +128,11 @@ def _config(
     return SparseConfig(group.size, rows.num_rows, capacity, op, sharded, on_overflow == "drop")
 
 
-def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, native: bool) -> Union:
+def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, by_kernels: bool) -> Union:
     # Not jnp.stack, which JAX cannot batch with spmd_axis_name where a batch has one scalar and shares the other.
     missing = jnp.concatenate([(rows.ignored + rows.count_outside())[None], rows.dropped[None]])
     operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
-    if native and method == "bitmap" and group.intranode is None:
+    if by_kernels and method == "bitmap" and group.intranode is None:
         return kernels.sparse_union(group, config, *operands)
     return xla.match(config, group.axis_name, *operands)
 

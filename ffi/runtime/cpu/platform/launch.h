@@ -23,7 +23,7 @@ constexpr bool kSendsAhead = false;  // peers' memory is as near as one's own
 
 // XLA's context of a call.
 struct Call {
-  const CallSite* site;
+  const CallState* state;
   int64_t run;
   int device;
 };
@@ -51,7 +51,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
   ffi::Promise promise;
   ffi::Future future(promise);
   Task task = [group = group.get(), rank_id, site, args] { run_here(*group, rank_id, site, args); };
-  group->arrive(call.site, call.run, {signature_of(args), site}, rank_id, std::move(task),
+  group->arrive(call.state, call.run, {signature_of(args), site}, rank_id, std::move(task),
                 [promise](const std::optional<GroupError>& error) mutable {
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
                 });
@@ -81,11 +81,11 @@ struct CtxDecoding<jax_ep::Call> {
   using Type = jax_ep::Call;
 
   static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx, DiagnosticEngine& why) {
-    const auto site = CtxDecoding<State<jax_ep::CallSite>>::Decode(api, ctx, why);
+    const auto state = CtxDecoding<State<jax_ep::CallState>>::Decode(api, ctx, why);
     const auto run = CtxDecoding<RunId>::Decode(api, ctx, why);
     const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, ctx, why);
-    if (!site || !run || !device) return std::nullopt;
-    return jax_ep::Call{*site, run->run_id, *device};
+    if (!state || !run || !device) return std::nullopt;
+    return jax_ep::Call{*state, run->run_id, *device};
   }
 };
 
