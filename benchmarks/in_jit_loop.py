@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 AXIS = "ep"  # of a mesh
-MORE_EXECUTIONS = 2  # at least
+MORE_EXECUTIONS = 2  # when a program warms up
 MOST_BEFORE, MOST_TIMED = 25, 8
 IN_FLIGHT = 2  # executions that a device has before it: it does not wait for the host, nor the host long for it
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones

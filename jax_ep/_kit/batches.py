@@ -13,9 +13,9 @@ from jax_ep._kit import vary
 
 
 def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.lax.platform_dependent` as a function of the operands. Under `jax.vmap` it runs once per element, and
-    operands without a batch are not copied.
+    """`jax.lax.platform_dependent` as a function of the operands.
 
+    Under `jax.vmap` it runs once per element, and operands without a batch are not copied.
     JAX cannot batch the choice itself if operands vary over a `spmd_axis_name`.
     """
 
@@ -29,7 +29,7 @@ def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) ->
 def batched_alike(*operands: Any) -> tuple[Any, ...]:
     """The operands, pytrees. If one of their arrays is batched, all are, along their first axis.
 
-    For `jax.lax.ragged_dot`, which takes a batch of all operands or of none. It copies operands without a batch.
+    For `jax.lax.ragged_dot`, which takes a batch of all operands or of none. Operands without a batch are copied.
     """
     arrays, structure = jax.tree.flatten(operands)
     return structure.unflatten(
