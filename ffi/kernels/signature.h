@@ -45,8 +45,8 @@ constexpr bool fits_signature() {
   return room.sizes <= kSignatureSizes && room.options <= kSignatureOptions;
 }
 
-// Puts the settings of an op into its signature: numbers among the sizes, options as bits. An enum has a bit
-// for each value but the first.
+// Puts the settings of an op into its signature: numbers among the sizes, options as bits. An enum has a bit for each
+// value but the first.
 template <class Args>
 struct SignatureOf {
   const Args& args;
