@@ -27,7 +27,7 @@ _LAUNCHES = [":(glob)ffi/kernels/*", "ffi/runtime/gpu", "jax_ep/_kit"]
 _EXCHANGES = [*_LAUNCHES, "ffi/comm", "ffi/rows"]
 _ROWS = [*_EXCHANGES, "ffi/kernels/moe", "jax_ep/ops/moe"]
 _PRODUCTS = [*_LAUNCHES, "ffi/gemm", "ffi/kernels/matmul", "ffi/runtime/cuda"]
-_PRODUCTS += ["jax_ep/ops/matmul", "jax_ep/pallas_kernels"]
+_PRODUCTS += ["jax_ep/ops/matmul", "pallas_kernels"]
 SOURCES = {
     "moe": _ROWS,
     "deep-ep": _ROWS,
