@@ -26,8 +26,8 @@ OLD_NAME = ("fp8", "float8")  # files and pages may have the first, new results 
 _LAUNCHES = [":(glob)ffi/kernels/*", "ffi/runtime/gpu", "jax_ep/_kit"]
 _EXCHANGES = [*_LAUNCHES, "ffi/comm", "ffi/rows"]
 _ROWS = [*_EXCHANGES, "ffi/kernels/moe", "jax_ep/ops/moe"]
-_PRODUCTS = [*_LAUNCHES, "ffi/gemm", "ffi/kernels/matmul", "ffi/runtime/cuda"]
-_PRODUCTS += ["jax_ep/ops/matmul", "pallas_kernels"]
+_PRODUCTS = [*_LAUNCHES, "ffi/gemm", "ffi/kernels/collective_matmul"]
+_PRODUCTS += ["ffi/kernels/grouped_matmul", "ffi/runtime/cuda", "jax_ep/ops/matmul", "pallas_kernels"]
 SOURCES = {
     "moe": _ROWS,
     "deep-ep": _ROWS,

@@ -57,7 +57,7 @@ def test_a_captured_program_of_a_closed_group_delivers_nothing(open_group: OpenG
     assert np.isnan(after).all()
 
 
-# M, K, N. Two ranks exchange smaller products than the first two: see ffi/kernels/matmul/plan.cc.
+# M, K, N. Two ranks exchange smaller products than the first two: see ffi/kernels/collective_matmul/plan.cc.
 FETCHED = {"matmul_all_reduce": (4096, 64, 4096), "matmul_reduce_scatter": (4608, 64, 4096)}
 SMALL = (528, 64, 264)
 

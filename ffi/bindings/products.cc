@@ -1,7 +1,7 @@
 // The FFI handlers of the matrix products: those with a collective, and those that need no group of ranks.
 #include "bindings/handler.h"
-#include "kernels/matmul/args.h"
-#include "kernels/matmul/product_spec.h"
+#include "kernels/collective_matmul/args.h"
+#include "kernels/grouped_matmul/args.h"
 
 namespace jax_ep {
 

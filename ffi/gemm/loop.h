@@ -35,7 +35,7 @@
 
 namespace jax_ep::gemm {
 
-// What a collective adds to a product in tiles of fixed height (kernels/matmul/overlap.h).
+// What a collective adds to a product in tiles of fixed height (kernels/collective_matmul/overlap.h).
 //   before_tile()   runs in the producer warp before the first load of a tile, and says where lhs's rows are
 //   after_tile()    runs in each consumer warp after its stores of a tile; if kAwaitStores, these are written by then
 //   after_last()    runs in each consumer warp after its last tile

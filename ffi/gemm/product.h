@@ -46,7 +46,7 @@ enum class Gathered { none, lhs, rhs };
 constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants rows that are multiples of 16 bytes
 
 // Row-major arrays without gaps. Their dimensions are multiples of kTmaMultiple along rows, in float8 of kScaleBlock
-// in n and k. kernels/matmul/product_spec.h says which products there are.
+// in n and k. kernels/grouped_matmul/args.h says which products there are.
 struct Product {
   Grouping grouping;
   Formula formula;

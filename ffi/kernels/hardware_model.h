@@ -1,9 +1,9 @@
 // A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h and kernels/matmul/plan.h turn a shape and a HardwareModel into a launch. All rates, kH200 here and
-// gemm::kH200 for products alone, were fitted on an H200, and plans use them for every GPU. On another GPU a plan is
-// valid, but may not be the fastest. The comment of a rate names the command that measures it again: kernels_bench,
-// gemm_bench and overlap_bench are built from benchmarks/kernels.
+// kernels/plan.h and kernels/collective_matmul/plan.h turn a shape and a HardwareModel into a launch. All rates, kH200
+// here and gemm::kH200 for products alone, were fitted on an H200, and plans use them for every GPU. On another GPU a
+// plan is valid, but may not be the fastest. The comment of a rate names the command that measures it again:
+// kernels_bench, gemm_bench and overlap_bench are built from benchmarks/kernels.
 #pragma once
 
 namespace jax_ep {
@@ -28,7 +28,7 @@ struct RowRates {
   int union_ctas = 96;              // at the most: bench sparse
 };
 
-// Rates of all_gather_matmul: kernels/matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
+// Rates of all_gather_matmul: kernels/collective_matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
   double narrow = 0.93;          // of that rate with 128 columns
@@ -40,8 +40,8 @@ struct GatherRates {
   int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
-// Rates of reductions in which some CTAs fetch and sum: kernels/matmul/plan.cc. Fitted together to overlap_bench
-// sweep 2 and sweep 4.
+// Rates of reductions in which some CTAs fetch and sum: kernels/collective_matmul/plan.cc. Fitted together to
+// overlap_bench sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns
   double narrow = 0.94;         // of that rate with 128 columns

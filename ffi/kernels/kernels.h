@@ -4,8 +4,8 @@
 #include <type_traits>
 #include <variant>
 
-#include "kernels/matmul/all_gather.h"
-#include "kernels/matmul/reduce.h"
+#include "kernels/collective_matmul/all_gather.h"
+#include "kernels/collective_matmul/reduce.h"
 #include "kernels/moe/combine.h"
 #include "kernels/moe/dispatch.h"
 #include "kernels/moe/scatter.h"

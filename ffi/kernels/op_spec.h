@@ -230,7 +230,7 @@ struct NamesOf<DType> {
       {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
 };
 
-// The defaults of a product with a collective, whose launch follows from kernels/matmul/plan.cc.
+// The defaults of a product with a collective, whose launch follows from kernels/collective_matmul/plan.cc.
 struct ProductDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsProduct = std::is_base_of_v<ProductDefaults, OpSpec<Args>>;

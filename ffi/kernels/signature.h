@@ -8,7 +8,7 @@
 #include <string_view>
 #include <type_traits>
 
-#include "kernels/matmul/plan.h"
+#include "kernels/collective_matmul/plan.h"
 #include "kernels/moe/args.h"
 #include "kernels/ragged/args.h"
 #include "kernels/sparse/args.h"

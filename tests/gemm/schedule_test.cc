@@ -11,7 +11,7 @@
 
 #include "gemm/plan.h"
 #include "gemm/row_schedule.h"
-#include "kernels/matmul/plan.h"
+#include "kernels/collective_matmul/plan.h"
 
 using namespace jax_ep::gemm;
 using jax_ep::Part;

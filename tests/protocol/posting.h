@@ -1,7 +1,7 @@
 // What a kernel posts is what its op's spec marks for peers, in that order: reach.h makes those buffers reachable.
 #pragma once
 
-#include "matmul.h"
+#include "collective_matmul.h"
 #include "moe.h"
 #include "sparse.h"
 

@@ -1,8 +1,8 @@
 // The kernels on bare threads, without XLA: several ranks, several coops a rank, many ops in a row. Built with
 // ThreadSanitizer by .ci/run, so that a missing release or acquire is found by a tool and not by luck.
+#include "collective_matmul.h"
 #include "drops.h"
 #include "late.h"
-#include "matmul.h"
 #include "moe.h"
 #include "posting.h"
 #include "processes.h"

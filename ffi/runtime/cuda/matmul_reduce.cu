@@ -1,5 +1,5 @@
 // matmul_all_reduce and matmul_reduce_scatter for every dtype and storage order. Compiled for sm_90a alone.
-#include "kernels/matmul/overlap.h"
+#include "kernels/collective_matmul/overlap.h"
 #include "runtime/cuda/overlap_launch.h"
 
 namespace jax_ep {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "gemm/tensor_map.h"
-#include "kernels/matmul/overlap.h"
+#include "kernels/collective_matmul/overlap.h"
 #include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/parameters.h"

@@ -6,8 +6,8 @@
 
 #include "comm/marks.h"
 #include "comm/timeline.h"
-#include "kernels/matmul/plan.h"
-#include "kernels/matmul/product_spec.h"
+#include "kernels/collective_matmul/plan.h"
+#include "kernels/grouped_matmul/args.h"
 #include "kernels/moe/args.h"
 #include "kernels/plan.h"
 #include "platform/runtime.h"

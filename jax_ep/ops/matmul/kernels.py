@@ -69,7 +69,7 @@ def _call(
     keeps_products: bool = False,
     transpose_rhs: bool = False,
 ) -> dict[str, jax.Array]:
-    """The results, by name, of the op (ffi/kernels/matmul/product_spec.h) on one or two left and right operands.
+    """The results, by name, of the op (ffi/kernels/grouped_matmul/args.h) on one or two left and right operands.
 
     Args:
       rhs: for a gated product gate and up, or one array of both, gate in front.

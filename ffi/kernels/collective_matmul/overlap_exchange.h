@@ -4,8 +4,8 @@
 // last tile.
 #pragma once
 
-#include "kernels/matmul/overlap.h"
-#include "kernels/matmul/reduce.h"
+#include "kernels/collective_matmul/overlap.h"
+#include "kernels/collective_matmul/reduce.h"
 
 namespace jax_ep {
 

@@ -6,7 +6,7 @@
 #include "comm/op.h"
 #include "comm/push.h"
 #include "comm/window.h"
-#include "kernels/matmul/args.h"
+#include "kernels/collective_matmul/args.h"
 #include "rows/movers.h"
 #include "rows/plain_product.h"
 

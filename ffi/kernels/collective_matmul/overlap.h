@@ -8,10 +8,10 @@
 #include "comm/platform/ptx/bulk.h"
 #include "comm/platform/ptx/cta.h"
 #include "gemm/multiply.h"
-#include "kernels/matmul/all_gather.h"
-#include "kernels/matmul/args.h"
-#include "kernels/matmul/reduce.h"
-#include "kernels/matmul/role.h"
+#include "kernels/collective_matmul/all_gather.h"
+#include "kernels/collective_matmul/args.h"
+#include "kernels/collective_matmul/reduce.h"
+#include "kernels/collective_matmul/role.h"
 
 namespace jax_ep {
 

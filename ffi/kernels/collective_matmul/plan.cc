@@ -1,4 +1,4 @@
-#include "kernels/matmul/plan.h"
+#include "kernels/collective_matmul/plan.h"
 
 #include <algorithm>
 

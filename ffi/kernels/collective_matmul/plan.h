@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "kernels/collective_matmul/args.h"
 #include "kernels/hardware_model.h"
-#include "kernels/matmul/args.h"
 
 namespace jax_ep {
 
