@@ -1,4 +1,4 @@
-"""Operands of the products with a collective, and what they give in numpy, in float64."""
+"""Operands of the collective matmuls, and what they give in numpy, in float64."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Endurance on NVIDIA GPUs: ops beside NCCL, with CUDA graphs and without; products with a collective of two GPUs,
+"""Endurance on NVIDIA GPUs: ops beside NCCL, with CUDA graphs and without; collective matmuls of two GPUs,
 where owners fetch, and beside NCCL, checked on the devices."""
 
 import os

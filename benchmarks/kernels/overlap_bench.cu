@@ -25,7 +25,7 @@ struct Case {
 
   bool gathers() const { return op == OpKind::all_gather_matmul; }
   int rows_of_result(int ranks) const { return op == OpKind::matmul_reduce_scatter ? shape.m / ranks : shape.m; }
-  ProductShape shape_for(int ranks) const {
+  CollectiveMatmulShape shape_for(int ranks) const {
     return {op, shape.m, shape.n, shape.k, gathers() ? 2 : size_of(dtype), ranks};
   }
   static HardwareModel hopper() { return hardware_model(132, 232448, 32); }

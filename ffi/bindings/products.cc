@@ -5,7 +5,7 @@
 
 namespace jax_ep {
 
-std::vector<BoundOp> bind_product_ops() { return {JAX_EP_PRODUCT_OPS(JAX_EP_BIND)}; }
+std::vector<BoundOp> bind_product_ops() { return {JAX_EP_COLLECTIVE_MATMUL_OPS(JAX_EP_BIND)}; }
 std::vector<BoundOp> bind_local_ops() { return {JAX_EP_LOCAL_OPS(JAX_EP_BIND)}; }
 
 }  // namespace jax_ep

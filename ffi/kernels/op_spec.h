@@ -230,10 +230,10 @@ struct NamesOf<DType> {
       {"bfloat16", DType::bfloat16}, {"float16", DType::float16}, {"float32", DType::float32}};
 };
 
-// The defaults of a product with a collective, whose launch follows from kernels/collective_matmul/plan.cc.
-struct ProductDefaults : OpDefaults {};
+// The defaults of collective matmuls, whose launch follows from kernels/collective_matmul/plan.cc.
+struct CollectiveMatmulDefaults : OpDefaults {};
 template <class Args>
-constexpr bool kIsProduct = std::is_base_of_v<ProductDefaults, OpSpec<Args>>;
+constexpr bool kIsCollectiveMatmul = std::is_base_of_v<CollectiveMatmulDefaults, OpSpec<Args>>;
 
 // Whether kernels, which count rows in int32, can count this many.
 constexpr bool fits_int32(int64_t count) { return count <= INT32_MAX; }

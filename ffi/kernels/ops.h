@@ -20,11 +20,11 @@ enum class OpKind : int32_t {
 
 }  // namespace jax_ep
 
-// The arguments of every op: X(Args). Ops on rows and products with a collective run on the ranks of a group. Local ops
+// The arguments of every op: X(Args). Ops on rows and collective matmuls run on the ranks of a group. Local ops
 // need no group; only Hopper GPUs have their kernels.
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
-#define JAX_EP_PRODUCT_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
+#define JAX_EP_COLLECTIVE_MATMUL_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
 #define JAX_EP_LOCAL_OPS(X) X(gemm::Product)
 
 // The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are

@@ -130,7 +130,7 @@ void with_op(OpKind op, Run run) {
   };
 #define JAX_EP_RUN_IF(Args) run_if(Args{});
   JAX_EP_ROW_OPS(JAX_EP_RUN_IF)
-  JAX_EP_PRODUCT_OPS(JAX_EP_RUN_IF)
+  JAX_EP_COLLECTIVE_MATMUL_OPS(JAX_EP_RUN_IF)
 #undef JAX_EP_RUN_IF
 }
 

@@ -1,4 +1,4 @@
-"""Random programs of the products with a collective, and their gradients."""
+"""Random programs of the collective matmuls, and their gradients."""
 
 from typing import Any
 

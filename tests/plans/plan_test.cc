@@ -44,7 +44,7 @@ void check_row_plans(const HardwareModel& model) {
         for (const int ranks : {2, 4}) check_row_plan({policy, ranks, {tokens, in_float8}}, model);
 }
 
-void check_product_plan(const ProductShape& shape, const HardwareModel& model) {
+void check_overlap_plan(const CollectiveMatmulShape& shape, const HardwareModel& model) {
   const OverlapConfig config = plan_overlap(shape, model);
   const std::string words = config.describe();
   const bool fits = config.ctas() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
@@ -59,7 +59,7 @@ void check_products(const HardwareModel& model) {
     for (const int n : {64, 1408, 8192})
       for (const int k : {64, 6144}) {
         for (const OpKind op : kProducts)
-          for (const int ranks : {2, 4, 8}) check_product_plan({op, m, n, k, 2, ranks}, model);
+          for (const int ranks : {2, 4, 8}) check_overlap_plan({op, m, n, k, 2, ranks}, model);
         using gemm::Grouping;
         for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
           const gemm::Config config = gemm::plan_tiles({grouping, m, n, k, 8}, model.sms);

@@ -1,4 +1,4 @@
-// Matrix products with a collective on bare threads: right sums, many in a row, and a rank that never comes.
+// Collective matmuls on bare threads: right sums, many in a row, and a rank that never comes.
 #pragma once
 
 #include <cmath>

@@ -8,7 +8,7 @@
 #include "comm/window.h"
 #include "kernels/collective_matmul/args.h"
 #include "rows/movers.h"
-#include "rows/plain_product.h"
+#include "rows/plain_matmul.h"
 
 namespace jax_ep {
 

@@ -1,4 +1,4 @@
-// The arguments of matrix products with a collective, and how their rows are cut into row blocks.
+// The arguments of collective matmuls, and how their rows are cut into row blocks.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const MatmulReduceArgs& args) {
 }
 
 template <class Args>
-struct ProductSpec : ProductDefaults {
+struct CollectiveMatmulSpec : CollectiveMatmulDefaults {
   template <class Visit>
   static constexpr void settings(Visit visit) {
     visit("dtype", nullptr, &Args::dtype);
@@ -74,7 +74,7 @@ struct ProductSpec : ProductDefaults {
 };
 
 template <>
-struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
+struct OpSpec<MatmulReduceArgs> : CollectiveMatmulSpec<MatmulReduceArgs> {
   using Args = MatmulReduceArgs;
   static constexpr const char* kFfiTarget = "matmul_reduce";
   static constexpr KindName kKinds[] = {{OpKind::matmul_all_reduce, "matmul_all_reduce"},
@@ -82,13 +82,13 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
-    ProductSpec::settings(visit);
+    CollectiveMatmulSpec::settings(visit);
     visit("reduce_scatter", nullptr, &Args::reduce_scatter);
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
     if (args.reduce_scatter && args.m % ranks)
       return wrong("m", "a multiple of " + std::to_string(ranks) + " ranks", args.m);
-    return ProductSpec::validate(args, 1);
+    return CollectiveMatmulSpec::validate(args, 1);
   }
 
   template <class Visit>
@@ -102,7 +102,7 @@ struct OpSpec<MatmulReduceArgs> : ProductSpec<MatmulReduceArgs> {
 };
 
 template <>
-struct OpSpec<AllGatherMatmulArgs> : ProductSpec<AllGatherMatmulArgs> {
+struct OpSpec<AllGatherMatmulArgs> : CollectiveMatmulSpec<AllGatherMatmulArgs> {
   using Args = AllGatherMatmulArgs;
   static constexpr const char* kFfiTarget = "all_gather_matmul";
   static constexpr KindName kKinds[] = {{OpKind::all_gather_matmul, "all_gather_matmul"}};

@@ -41,7 +41,8 @@ int pushing_ctas(int ctas_times_peers, int ranks, int most) {
   return std::max(std::min(ctas_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
 }
 
-OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
+OverlapConfig gather_with(const CollectiveMatmulShape& shape, const HardwareModel& model, int block_n,
+                          int communicating) {
   const GatherRates& rates = model.rates.gather;
   const auto& [op, m, n, k, value_bytes, ranks] = shape;
   const int rows = ceil_div(m, kTileRows), columns = ceil_div(n, block_n), own = m / ranks / kPairRows;
@@ -63,7 +64,7 @@ OverlapConfig gather_with(const ProductShape& shape, const HardwareModel& model,
   return config;
 }
 
-OverlapConfig gather(const ProductShape& shape, HardwareModel model) {
+OverlapConfig gather(const CollectiveMatmulShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms / 2 * 2, 2);
   const int communicating = pushing_ctas(model.rates.gather.most_leaving, shape.ranks, model.sms);
   const OverlapConfig wide = gather_with(shape, model, 256, communicating);
@@ -71,12 +72,12 @@ OverlapConfig gather(const ProductShape& shape, HardwareModel model) {
   return narrow.microseconds < wide.microseconds ? narrow : wide;
 }
 
-double pushed_bytes(const ProductShape& shape) {
+double pushed_bytes(const CollectiveMatmulShape& shape) {
   return 1.0 * shape.m * shape.n * shape.value_bytes * (shape.op == OpKind::matmul_all_reduce ? 1 : 0.5);
 }
 
 // The plan for two ranks that exchange: all CTAs multiply and push.
-OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& model, int block_n) {
+OverlapConfig exchange_with(const CollectiveMatmulShape& shape, const HardwareModel& model, int block_n) {
   const ExchangeRates& rates = model.rates.exchange;
   const bool is_narrow = block_n == 128;
   const int rows = ceil_div(shape.m, kTileRows), columns = ceil_div(shape.n, block_n);
@@ -99,13 +100,14 @@ OverlapConfig exchange_with(const ProductShape& shape, const HardwareModel& mode
 
 // How many CTAs fetch and sum. The others are free after the product. If sums are pushed while tiles are still
 // computed, fewer CTAs push.
-int communicating_ctas(const ProductShape& shape, const HardwareModel& model, int tiles) {
+int communicating_ctas(const CollectiveMatmulShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
   return pushes ? pushing_ctas(model.rates.reduce.most_pushing, shape.ranks, most) : most;
 }
 
-OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
+OverlapConfig reduce_with(const CollectiveMatmulShape& shape, const HardwareModel& model, int block_n,
+                          int communicating) {
   if (communicating == 0) return exchange_with(shape, model, block_n);
   const ReduceRates& rates = model.rates.reduce;
   const int rows = ceil_div(shape.m, kTileRows), columns = ceil_div(shape.n, block_n), tiles = rows * columns;
@@ -131,7 +133,7 @@ OverlapConfig reduce_with(const ProductShape& shape, const HardwareModel& model,
   return config;
 }
 
-OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
+OverlapConfig reduce(const CollectiveMatmulShape& shape, HardwareModel model) {
   model.sms = std::max(model.sms, 4);
   const bool sums_all = shape.op == OpKind::matmul_all_reduce;
   const double most = sums_all ? model.rates.exchange.most_reduced : model.rates.exchange.most_reduce_scattered;
@@ -146,19 +148,20 @@ OverlapConfig reduce(const ProductShape& shape, HardwareModel model) {
 
 }  // namespace
 
-ProductShape shape_of(const AllGatherMatmulArgs& args, int ranks) {
+CollectiveMatmulShape shape_of(const AllGatherMatmulArgs& args, int ranks) {
   return {kind_of(args), args.m * ranks, args.n, args.k, size_of(args.operand_dtype), ranks};
 }
 
-ProductShape shape_of(const MatmulReduceArgs& args, int ranks) {
+CollectiveMatmulShape shape_of(const MatmulReduceArgs& args, int ranks) {
   return {kind_of(args), args.m, args.n, args.k, size_of(args.dtype), ranks};
 }
 
-OverlapConfig plan_overlap(const ProductShape& shape, const HardwareModel& model) {
+OverlapConfig plan_overlap(const CollectiveMatmulShape& shape, const HardwareModel& model) {
   return shape.op == OpKind::all_gather_matmul ? gather(shape, model) : reduce(shape, model);
 }
 
-OverlapConfig plan_overlap_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating) {
+OverlapConfig plan_overlap_with(const CollectiveMatmulShape& shape, const HardwareModel& model, int block_n,
+                                int communicating) {
   return shape.op == OpKind::all_gather_matmul ? gather_with(shape, model, block_n, communicating)
                                                : reduce_with(shape, model, block_n, communicating);
 }

@@ -1,4 +1,4 @@
-// How a product with a collective is launched.
+// How a collective matmul is launched.
 #pragma once
 
 #include <string>
@@ -9,15 +9,15 @@
 namespace jax_ep {
 
 // A product with a collective. A rank computes m by n by k; in a gather, m is the rows of all ranks.
-struct ProductShape {
+struct CollectiveMatmulShape {
   OpKind op;
   int m, n, k;
   int value_bytes;  // of what travels: a gather's operand, a reduction's result
   int ranks;
 };
 
-ProductShape shape_of(const AllGatherMatmulArgs& args, int ranks);
-ProductShape shape_of(const MatmulReduceArgs& args, int ranks);
+CollectiveMatmulShape shape_of(const AllGatherMatmulArgs& args, int ranks);
+CollectiveMatmulShape shape_of(const MatmulReduceArgs& args, int ranks);
 
 // A launch has as many CTAs as the larger of `communicating` and `multiplying`, so a CTA may do both. In a gather the
 // first `communicating` CTAs push rows. In a reduction the last `communicating` CTAs fetch and sum. 0 means that two
@@ -34,10 +34,11 @@ struct OverlapConfig {
   std::string describe() const;
 };
 
-OverlapConfig plan_overlap(const ProductShape& shape, const HardwareModel& model);
+OverlapConfig plan_overlap(const CollectiveMatmulShape& shape, const HardwareModel& model);
 
 // The best plan with this block_n and this number of communicating CTAs.
-OverlapConfig plan_overlap_with(const ProductShape& shape, const HardwareModel& model, int block_n, int communicating);
+OverlapConfig plan_overlap_with(const CollectiveMatmulShape& shape, const HardwareModel& model, int block_n,
+                                int communicating);
 
 // The order in which pairs of rows of tiles are computed: see gemm::Problem.
 struct PairOrder {

@@ -8,7 +8,7 @@
 #include "comm/window.h"
 #include "kernels/collective_matmul/args.h"
 #include "rows/pack.h"
-#include "rows/plain_product.h"
+#include "rows/plain_matmul.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {

@@ -14,7 +14,7 @@ JAX_EP_LOCAL_OPS(JAX_EP_START)
 
 std::optional<std::string> load_local_kernels() {
 #define JAX_EP_LOAD(Args) &OverlapKernel<Args>::load,
-  for (const auto load : {&gemm::load, JAX_EP_PRODUCT_OPS(JAX_EP_LOAD)})
+  for (const auto load : {&gemm::load, JAX_EP_COLLECTIVE_MATMUL_OPS(JAX_EP_LOAD)})
     if (const cudaError_t error = load(); error != cudaSuccess) return cudaGetErrorString(error);
   return std::nullopt;
 }

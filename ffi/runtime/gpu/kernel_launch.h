@@ -27,7 +27,7 @@ gpu::Error load_kernels(int shared_bytes);
 template <class Args>
 std::optional<std::string> start_local(gpu::Stream stream, const Args& args);
 
-// The kernel of a product with a collective, which only the library for CUDA has. Defined in overlap_launch.h.
+// The kernel of a collective matmul, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>
 struct OverlapKernel {
   // Starts the kernel, or says why it cannot. May be captured in a graph.
@@ -37,7 +37,7 @@ struct OverlapKernel {
   static gpu::Error load();
 };
 
-// Loads the kernels of local ops and of products with a collective on the current device, or says why that failed.
+// Loads the kernels of local ops and of collective matmuls on the current device, or says why that failed.
 // Defined in local_ops.cc of each platform.
 std::optional<std::string> load_local_kernels();
 

@@ -1,1 +1,1 @@
-"""Matrix products with a collective."""
+"""Collective matmuls."""

@@ -1,4 +1,4 @@
-"""The kernels of the products with a collective as FFI calls."""
+"""The kernels of the collective matmuls as FFI calls."""
 
 from typing import Any, NamedTuple
 

@@ -86,7 +86,7 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   const gpu::StreamOrder::Turn turn(group->order(rank_id), call.stream);
   Reached<Args> reached = reach(*group, rank_id, args, site);
   const auto start = [&]() -> std::optional<std::string> {
-    if constexpr (kIsProduct<Args>) {
+    if constexpr (kIsCollectiveMatmul<Args>) {
       const OverlapConfig config = plan_overlap(shape_of(args, group->size()), group->model());
       set_signature(&reached.comm, with_plan(reached.comm.signature, config));
       return OverlapKernel<Args>::start(config, call.stream, reached.comm, reached.args);
