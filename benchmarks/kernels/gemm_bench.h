@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "check.h"
-#include "runtime/cuda/product_launch.h"
+#include "runtime/cuda/grouped_matmul_launch.h"
 
 using namespace jax_ep::gemm;
 
@@ -130,9 +130,9 @@ class Buffers {
   uint32_t* counter = nullptr;
 
  private:
-  Product product() const {
+  GroupedMatmul product() const {
     const bool gated = case_.formula == Formula::gated;
-    Product product{};
+    GroupedMatmul product{};
     product.grouping = case_.grouping, product.formula = case_.formula, product.keeps_products = gated;
     product.activation = gated ? Activation::silu : Activation::none;
     product.in = case_.in, product.out = case_.out, product.rhs_is_k_by_n = case_.mn_b;

@@ -157,7 +157,7 @@ void check_all(const Group& group) {
 // The product alone, by the core of its own.
 double time_product(const Case& c, const std::vector<Rank>& ranks) {
   return time_graphs(ranks, [&](int r) {
-    gemm::Product x{};
+    gemm::GroupedMatmul x{};
     x.grouping = gemm::Grouping::none;
     x.m = c.shape.m, x.n = x.columns = c.shape.n, x.k = c.shape.k, x.groups = 1;
     x.in = x.out = gemm::Element::bfloat16;

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "runtime/cuda/product_launch.h"
+#include "runtime/cuda/grouped_matmul_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/group.h"
 

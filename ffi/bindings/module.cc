@@ -12,8 +12,8 @@
 
 #include "bindings/bound_op.h"
 #include "comm/float8.h"
+#include "gemm/grouped_matmul.h"
 #include "gemm/plan.h"
-#include "gemm/product.h"
 #include "platform/launch.h"
 #include "runtime/memory.h"
 #include "runtime/profiler.h"

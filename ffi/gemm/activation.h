@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "comm/platform.h"
-#include "gemm/product.h"
+#include "gemm/grouped_matmul.h"
 #include "gemm/ptx/arithmetic.h"
 
 namespace jax_ep::gemm {

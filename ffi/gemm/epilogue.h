@@ -120,7 +120,7 @@ struct StoreTile {
   Out* out;
 
   JAX_EP_FN StoreTile(const CUtensorMap& map, void* out) : map(map), out(static_cast<Out*>(out)) {}
-  JAX_EP_FN StoreTile(const Maps& maps, const Product& product) : StoreTile(maps.result, product.result) {}
+  JAX_EP_FN StoreTile(const Maps& maps, const GroupedMatmul& product) : StoreTile(maps.result, product.result) {}
 
   // Stores a warp's accumulators of strip number `strip` of a tile, 16 rows. The last stores still read `buffers` when
   // this returns.
@@ -256,7 +256,7 @@ struct StoreSwapped {
   const CUtensorMap& map;
   void* out;
 
-  JAX_EP_FN StoreSwapped(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
+  JAX_EP_FN StoreSwapped(const Maps& maps, const GroupedMatmul& product) : map(maps.result), out(product.result) {}
 
   // A warpgroup has 64 columns in each slab.
   template <int kSlabs, int kCount, class Memory>
@@ -276,7 +276,7 @@ struct StoreTransposed {
   const CUtensorMap& map;  // of the rows of all groups, as one matrix
   void* out;
 
-  JAX_EP_FN StoreTransposed(const Maps& maps, const Product& product) : map(maps.result), out(product.result) {}
+  JAX_EP_FN StoreTransposed(const Maps& maps, const GroupedMatmul& product) : map(maps.result), out(product.result) {}
 
   // Stores a warpgroup's sums of slab number `slab` of a tile's rows.
   template <int kBlockN, class Memory>

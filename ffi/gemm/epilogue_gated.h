@@ -15,9 +15,9 @@ struct StoreGated {
   static_assert(kConsumers == 8 * kPieceRows / 2, "a thread has 16 bytes of each half of a piece");
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const Maps& maps;
-  const Product& product;
+  const GroupedMatmul& product;
 
-  JAX_EP_FN StoreGated(const Maps& maps, const Product& product) : maps(maps), product(product) {}
+  JAX_EP_FN StoreGated(const Maps& maps, const GroupedMatmul& product) : maps(maps), product(product) {}
 
   // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous piece. So
   // after the meeting the other buffer is free.
@@ -134,7 +134,7 @@ struct StoreGatedFloat8 {
   char* values;   // [M, N]
   float* scales;  // [M, N / 128]
 
-  JAX_EP_FN StoreGatedFloat8(const Maps&, const Product& product)
+  JAX_EP_FN StoreGatedFloat8(const Maps&, const GroupedMatmul& product)
       : values(static_cast<char*>(product.result)), scales(product.result_scales) {}
 
   // All consumers of a CTA call together. Magnitudes are read and values are written only between the two meetings, so

@@ -12,9 +12,9 @@
 #include <utility>
 
 #include "comm/platform/ptx/bulk.h"
+#include "gemm/grouped_matmul.h"
 #include "gemm/layout.h"
 #include "gemm/pipeline.h"
-#include "gemm/product.h"
 #include "gemm/ptx/copies.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/schedule.h"
@@ -34,7 +34,7 @@ struct Gathering {
   const int32_t* indices;
   int count;  // of indices
 
-  JAX_EP_FN explicit Gathering(const Product& x)
+  JAX_EP_FN explicit Gathering(const GroupedMatmul& x)
       : matrix(static_cast<const char*>(x.lhs)),
         rows(x.source_rows),
         columns(x.grouping == Grouping::m_grouped ? x.k / (x.is_float8() ? 2 : 1) : x.m),
@@ -274,7 +274,7 @@ constexpr bool
     kIsGatheringSource<Source, Tile,
                        std::enable_if_t<std::is_same_v<decltype(Source::kGathersContraction), const bool> &&
                                         std::is_same_v<decltype(Source::kGatheredSlice), const int> &&
-                                        std::is_same_v<decltype(Source::product), const Product&> &&
+                                        std::is_same_v<decltype(Source::product), const GroupedMatmul&> &&
                                         std::is_same_v<decltype(Source::rows_of(std::declval<const Tile&>())), int>>> =
         true;
 

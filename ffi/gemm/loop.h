@@ -19,11 +19,11 @@
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
 // An Epilogue has store(), in the form that the Mainloop calls (epilogue.h).
-// Sources and epilogues of product_kernel are constructed from (maps, product).
+// Sources and epilogues of grouped_matmul_kernel are constructed from (maps, product).
 //
 // Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
 // multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h.
-// runtime/cuda/product_*.cu list the kernels that are compiled.
+// runtime/cuda/grouped_matmul_*.cu list the kernels that are compiled.
 #pragma once
 
 #include <type_traits>
@@ -127,8 +127,8 @@ constexpr bool kIsSource<
                     0, 0, 0, std::declval<uint64_t*>()))>> = true;
 
 template <class Mainloop, class Epilogue, class Hooks>
-JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
-                           const Problem& problem, const Hooks& hooks, Part cta) {
+JAX_EP_FN void run_matmul(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
+                          const Problem& problem, const Hooks& hooks, Part cta) {
   static_assert(kIsSource<typename Mainloop::Source, typename Mainloop::Tile, Hooks>,
                 "a source has kTerms, open(problem, tile, hooks), and load(stage, problem, tile, opened, term, k, "
                 "cta_in_cluster, full), where `opened` is what open() returned: see gemm/source.h");
@@ -161,14 +161,14 @@ JAX_EP_FN void run_product(char* memory, const typename Mainloop::Source& source
 // is in the same struct.
 template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,
-                   const __grid_constant__ Product product) {
-  static_assert(std::is_constructible_v<typename Mainloop::Source, const Maps&, const Product&> &&
-                    std::is_constructible_v<Epilogue, const Maps&, const Product&>,
+    grouped_matmul_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,
+                          const __grid_constant__ GroupedMatmul product) {
+  static_assert(std::is_constructible_v<typename Mainloop::Source, const Maps&, const GroupedMatmul&> &&
+                    std::is_constructible_v<Epilogue, const Maps&, const GroupedMatmul&>,
                 "a source and an epilogue are constructed from (maps, product): see gemm/loop.h");
   extern __shared__ __align__(1024) char memory[];
-  run_product<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
-                        this_cta());
+  run_matmul<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
+                       this_cta());
 }
 
 }  // namespace jax_ep::gemm

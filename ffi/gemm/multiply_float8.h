@@ -23,7 +23,7 @@ struct BlockScales {
 template <int kBlockN, bool kGathers>
 class TileScales {
  public:
-  JAX_EP_FN TileScales(const Product& product, const Problem& problem, const Tile& tile, int warp, int lane)
+  JAX_EP_FN TileScales(const GroupedMatmul& product, const Problem& problem, const Tile& tile, int warp, int lane)
       : product_(product) {
     const int blocks = problem.k / kBlockK, row = tile.row + warp * kOutRows + lane / 4;
 #pragma unroll
@@ -51,7 +51,7 @@ class TileScales {
   }
 
  private:
-  const Product& product_;
+  const GroupedMatmul& product_;
   int rows_[2], weights_[kBlockN / kSlice];
 };
 
@@ -91,9 +91,9 @@ JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN /
 template <class Rhs>
 struct Float8Source : TileSource<false, Rhs> {
   static constexpr bool kGathers = false;
-  const Product& product;  // has the scales
+  const GroupedMatmul& product;  // has the scales
 
-  JAX_EP_FN Float8Source(const Maps& maps, const Product& product)
+  JAX_EP_FN Float8Source(const Maps& maps, const GroupedMatmul& product)
       : TileSource<false, Rhs>(maps, product), product(product) {}
 };
 

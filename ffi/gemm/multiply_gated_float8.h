@@ -34,7 +34,7 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
 static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
 
 // Where the scales of a tile's columns begin, of gate or of up.
-JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, const Tile& tile, int is_up) {
+JAX_EP_FN const float* weight_scales(const GroupedMatmul& x, const Problem& problem, const Tile& tile, int is_up) {
   const int column = smaller(tile.col, problem.n - 1) + (is_up ? x.second_column() : 0);
   const int64_t block = tile.group * (x.columns / kScaleBlock) + column / kScaleBlock;
   return (is_up ? x.second_rhs_scales : x.rhs_scales) + block * (problem.k / kBlockK);
@@ -42,7 +42,7 @@ JAX_EP_FN const float* weight_scales(const Product& x, const Problem& problem, c
 
 // The aux warps take turns to load the scales of a stage, as one load takes longer than the multiplies of a block.
 // `aux`: which aux warp calls.
-__device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const Product& product,
+__device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const GroupedMatmul& product,
                                       Part cta, int aux) {
   constexpr int kRows = kBlockM / 32;  // of a lane
   const int lane = threadIdx.x % 32, blocks = problem.k / kBlockK;

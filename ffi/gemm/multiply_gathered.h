@@ -22,10 +22,10 @@ struct WideSource {
   static constexpr bool kGathersContraction = false;
   static constexpr int kGatheredSlice = Weights::kSlices;  // the first in a stage
 
-  const Product& product;
+  const GroupedMatmul& product;
   Weights weights;
 
-  JAX_EP_FN WideSource(const Maps& maps, const Product& product) : product(product), weights{maps, product} {}
+  JAX_EP_FN WideSource(const Maps& maps, const GroupedMatmul& product) : product(product), weights{maps, product} {}
 
   template <class Hooks>
   JAX_EP_FN int open(const Problem& problem, const RowTile& tile, const Hooks&) const {
@@ -46,10 +46,10 @@ struct RightSource {
   static constexpr int kTerms = 1, kGatheredSlice = 0;
   static constexpr bool kGathers = true, kGathersContraction = kContraction;
 
-  const Product& product;
+  const GroupedMatmul& product;
   Rhs rhs;
 
-  JAX_EP_FN RightSource(const Maps& maps, const Product& product) : product(product), rhs(maps, product) {}
+  JAX_EP_FN RightSource(const Maps& maps, const GroupedMatmul& product) : product(product), rhs(maps, product) {}
 
   template <class Hooks>
   JAX_EP_FN int open(const Problem& problem, const Tile& tile, const Hooks&) const {

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "comm/integers.h"
-#include "gemm/product.h"
+#include "gemm/grouped_matmul.h"
 
 namespace jax_ep::gemm {
 
@@ -17,7 +17,7 @@ constexpr int kCluster = 2;            // CTAs, which compute two neighbouring t
 
 struct Problem {
   Grouping grouping;
-  int m, n, k;  // as in Product, but k counts 16-bit values: two values of float8 are one
+  int m, n, k;  // as in GroupedMatmul, but k counts 16-bit values: two values of float8 are one
   int groups;
   const int32_t* group_sizes;
   int band;  // successive tiles stay within this many pairs of rows, for the sake of the L2 cache

@@ -57,7 +57,7 @@ struct OneMatrix {
   const CUtensorMap& map;
 
   JAX_EP_FN explicit OneMatrix(const CUtensorMap& map) : map(map) {}
-  JAX_EP_FN OneMatrix(const Maps& maps, const Product&) : map(maps.rhs) {}
+  JAX_EP_FN OneMatrix(const Maps& maps, const GroupedMatmul&) : map(maps.rhs) {}
 
   // How many slices of 64 columns of a tile are loaded. Other widths than 192 load columns outside the matrix as zeros.
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
@@ -77,7 +77,7 @@ struct GateAndUpBlocks {
   const CUtensorMap &gate, &up;
   int up_column;
 
-  JAX_EP_FN GateAndUpBlocks(const Maps& maps, const Product& product)
+  JAX_EP_FN GateAndUpBlocks(const Maps& maps, const GroupedMatmul& product)
       : gate(maps.rhs), up(maps.second_rhs), up_column(product.second_column()) {}
 
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const { return tile.col < problem.n ? 4 : 0; }
@@ -110,7 +110,7 @@ struct TileSource {
   Rhs rhs;
 
   JAX_EP_FN TileSource(const CUtensorMap& lhs, const CUtensorMap& rhs) : lhs(lhs), rhs(rhs) {}
-  JAX_EP_FN TileSource(const Maps& maps, const Product& product) : lhs(maps.lhs), rhs(maps, product) {}
+  JAX_EP_FN TileSource(const Maps& maps, const GroupedMatmul& product) : lhs(maps.lhs), rhs(maps, product) {}
 
   template <class Hooks>
   JAX_EP_FN Opened open(const Problem& problem, const Tile& tile, const Hooks& hooks) const {
@@ -134,7 +134,7 @@ struct SwappedMatrix {
   static constexpr bool kMn = kStoredKN, kWide = kIsWide;
   static constexpr int kSlices = kWide ? 2 * kSlicesA : kSlicesA, kColumns = kSlices * kSlice, kTerms = kPairs;
   const Maps& maps;
-  const Product& product;
+  const GroupedMatmul& product;
 
   // How many slices of 64 columns the tile has; a warpgroup multiplies one, or two if kWide.
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
@@ -154,7 +154,7 @@ struct SwappedGateAndUp {
   static constexpr bool kMn = true, kWide = kIsWide;
   static constexpr int kPairs = kWide ? 2 : 1, kColumns = kPairs * kSlice, kTerms = 1, kSlices = 2 * kPairs;
   const Maps& maps;
-  const Product& product;
+  const GroupedMatmul& product;
 
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
     return 2 * slices_in(problem.n - tile.col, kPairs);
@@ -189,10 +189,10 @@ struct SwappedSource {
   };
 
   const Maps& maps;
-  const Product& product;
+  const GroupedMatmul& product;
   Weights weights;
 
-  JAX_EP_FN SwappedSource(const Maps& maps, const Product& product)
+  JAX_EP_FN SwappedSource(const Maps& maps, const GroupedMatmul& product)
       : maps(maps), product(product), weights{maps, product} {}
 
   template <class Hooks>

@@ -6,7 +6,7 @@
 #include <optional>
 #include <string>
 
-#include "gemm/product.h"
+#include "gemm/grouped_matmul.h"
 
 namespace jax_ep::gemm {
 

@@ -25,7 +25,7 @@ enum class OpKind : int32_t {
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_COLLECTIVE_MATMUL_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
-#define JAX_EP_LOCAL_OPS(X) X(gemm::Product)
+#define JAX_EP_LOCAL_OPS(X) X(gemm::GroupedMatmul)
 
 // The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are
 // compiled for each dtype. Byte-wise kernels only move rows, and are compiled once.

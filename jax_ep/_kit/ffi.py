@@ -23,7 +23,7 @@ from jax_ep.version import __version__
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/signal_pad.h: the size of a signal pad
 MAIL_NUMBERS = 4096  # kMailNumbers of ffi/comm/signal_pad.h: of experts, or slices for a peer, in a mailbox
-TMA_MULTIPLE = 8  # ffi/gemm/product.h: TMA wants rows of a multiple of this many 16-bit values
+TMA_MULTIPLE = 8  # ffi/gemm/grouped_matmul.h: TMA wants rows of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}

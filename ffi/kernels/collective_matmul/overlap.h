@@ -77,9 +77,9 @@ struct Operands {
 template <class In, class Out, int kBlockN, bool kMnB, class Args, class Hooks>
 JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, const Hooks& hooks) {
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
-  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs),
-                              gemm::StoreTile<Out>(operands.out_map, operands.out), operands.problem, hooks,
-                              gemm::this_cta());
+  gemm::run_matmul<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs),
+                             gemm::StoreTile<Out>(operands.out_map, operands.out), operands.problem, hooks,
+                             gemm::this_cta());
 }
 
 // The shared memory of a CTA's aux warps. aux_of() is only declared, for the arguments of each op.

@@ -128,8 +128,8 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& 
   if (threadIdx.x == 0) aux = {};  // before all warps meet
   const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
-  gemm::run_product<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs), /*epilogue=*/hooks,
-                              operands.problem, hooks, {cta, ctas});
+  gemm::run_matmul<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs), /*epilogue=*/hooks,
+                             operands.problem, hooks, {cta, ctas});
 }
 
 }  // namespace jax_ep

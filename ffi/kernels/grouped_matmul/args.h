@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "gemm/product.h"
+#include "gemm/grouped_matmul.h"
 #include "kernels/op_spec.h"
 
 namespace jax_ep {
@@ -43,8 +43,8 @@ struct NamesOf<gemm::Activation> {
 };
 
 template <>
-struct OpSpec<gemm::Product> : LocalDefaults {
-  using Args = gemm::Product;
+struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
+  using Args = gemm::GroupedMatmul;
   using Element = gemm::Element;
   using Formula = gemm::Formula;
   static constexpr const char* kFfiTarget = "grouped_matmul";

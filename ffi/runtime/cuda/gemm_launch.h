@@ -13,8 +13,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "gemm/grouped_matmul.h"
 #include "gemm/layout.h"
-#include "gemm/product.h"
 
 namespace jax_ep::gemm {
 

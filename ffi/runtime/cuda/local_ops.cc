@@ -1,6 +1,6 @@
 // Starts the local ops, which are the products of ffi/gemm.
 #include "kernels/ops.h"
-#include "runtime/cuda/product_launch.h"
+#include "runtime/cuda/grouped_matmul_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {

@@ -1,14 +1,15 @@
 // Products in tiles of fixed height, for the dtypes and storage orders that Python calls.
 #include "gemm/multiply.h"
-#include "runtime/cuda/product_kernels.h"
+#include "runtime/cuda/grouped_matmul_kernels.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB>
-constexpr Variant<ProductKernel> kKernel{{kElement<In>, kElement<Out>, kMnA, kMnB, kBlockN},
-                                         &product_kernel<TileMainloop<In, kBlockN, kMnA, kMnB>, StoreTile<Out>>,
-                                         int{sizeof(Shared<kBlockN>)}};
+constexpr Variant<GroupedMatmulKernel> kKernel{
+    {kElement<In>, kElement<Out>, kMnA, kMnB, kBlockN},
+    &grouped_matmul_kernel<TileMainloop<In, kBlockN, kMnA, kMnB>, StoreTile<Out>>,
+    int{sizeof(Shared<kBlockN>)}};
 
 // A gradient has the dtype of its operands: [m, k] times rhs transposed, or over groups of the contraction.
 constexpr std::array kKernels{kKernel<Bf16, Bf16, 128, false, true>,  kKernel<Bf16, Bf16, 256, false, true>,
@@ -23,6 +24,6 @@ constexpr std::array kKernels{kKernel<Bf16, Bf16, 128, false, true>,  kKernel<Bf
 
 }  // namespace
 
-Variants<ProductKernel> tile_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> tile_kernels() { return kKernels; }
 
 }  // namespace jax_ep::gemm

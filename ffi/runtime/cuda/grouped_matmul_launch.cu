@@ -4,13 +4,13 @@
 #include <utility>
 
 #include "gemm/tensor_map.h"
-#include "runtime/cuda/product_kernels.h"
-#include "runtime/cuda/product_launch.h"
+#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/grouped_matmul_launch.h"
 
 namespace jax_ep::gemm {
 namespace {
 
-std::array<Variants<ProductKernel>, 5> all_kernels() {
+std::array<Variants<GroupedMatmulKernel>, 5> all_kernels() {
   return {tile_kernels(), swapped_kernels(), gated_kernels(), gathered_kernels(), float8_kernels()};
 }
 
@@ -22,7 +22,7 @@ struct Array {
   CUtensorMap* map;
 };
 
-std::optional<std::string> describe(const Product& x, Maps* maps) {
+std::optional<std::string> describe(const GroupedMatmul& x, Maps* maps) {
   const bool m_grouped = x.grouping == Grouping::m_grouped, k_grouped = x.grouping == Grouping::k_grouped;
   const auto lhs = [&](const void* data) {
     return k_grouped ? Matrices{data, x.in, x.m, x.k, 1} : Matrices{data, x.in, x.k, x.m, 1};
@@ -50,8 +50,8 @@ std::optional<std::string> describe(const Product& x, Maps* maps) {
 }
 
 // The product as its kernel takes it: with the gathered operand on the left.
-Product gathered_left(const Product& x) {
-  Product product = x;
+GroupedMatmul gathered_left(const GroupedMatmul& x) {
+  GroupedMatmul product = x;
   if (x.is_transposed()) {
     std::swap(product.lhs, product.rhs);
     std::swap(product.m, product.n);
@@ -62,7 +62,7 @@ Product gathered_left(const Product& x) {
 
 }  // namespace
 
-std::optional<std::string> launch(const Product& x, const Config& config, cudaStream_t stream) {
+std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, cudaStream_t stream) {
   const Form form{x.in,
                   x.out,
                   x.grouping == Grouping::k_grouped,
@@ -72,11 +72,11 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
                   x.formula,
                   x.activation,
                   x.gathered};
-  const Variant<ProductKernel>* variant = nullptr;
+  const Variant<GroupedMatmulKernel>* variant = nullptr;
   for (const auto& kernels : all_kernels())
     if (!variant) variant = find(kernels, form);
   if (!variant) return config.describe() + ": " + kNotCompiled;
-  Product product = gathered_left(x);
+  GroupedMatmul product = gathered_left(x);
   if (x.columns != x.n) product.second_product = x.first_product;  // which has both
   Maps maps;
   if (const auto error = describe(product, &maps)) return error;
@@ -89,12 +89,12 @@ std::optional<std::string> launch(const Product& x, const Config& config, cudaSt
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
 }
 
-Config plan_tiles(const Product& x, int sms) {
-  const Product product = gathered_left(x);
+Config plan_tiles(const GroupedMatmul& x, int sms) {
+  const GroupedMatmul product = gathered_left(x);
   return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.formula, x.is_float8(), x.gathered}, sms);
 }
 
-std::optional<std::string> launch(const Product& x, cudaStream_t stream) {
+std::optional<std::string> launch(const GroupedMatmul& x, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);

@@ -1,15 +1,15 @@
 // Gated units of 16-bit operands.
 #include "gemm/epilogue_gated.h"
 #include "gemm/multiply_swapped.h"
-#include "runtime/cuda/product_kernels.h"
+#include "runtime/cuda/grouped_matmul_kernels.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class T, Activation kActivation>
-constexpr Variant<ProductKernel> kKernel{
+constexpr Variant<GroupedMatmulKernel> kKernel{
     {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation},
-    &product_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp<>>>, StoreGated<T, kActivation>>,
+    &grouped_matmul_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp<>>>, StoreGated<T, kActivation>>,
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Activation::gelu>,
@@ -18,6 +18,6 @@ constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Act
 
 }  // namespace
 
-Variants<ProductKernel> gated_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> gated_kernels() { return kKernels; }
 
 }  // namespace jax_ep::gemm

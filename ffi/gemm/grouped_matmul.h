@@ -47,7 +47,7 @@ constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants rows that are multi
 
 // Row-major arrays without gaps. Their dimensions are multiples of kTmaMultiple along rows, in float8 of kScaleBlock
 // in n and k. kernels/grouped_matmul/args.h says which products there are.
-struct Product {
+struct GroupedMatmul {
   Grouping grouping;
   Formula formula;
   Activation activation;  // of a gated unit

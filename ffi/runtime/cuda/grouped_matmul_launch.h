@@ -1,4 +1,4 @@
-// Matrix products on Hopper, as the host calls them: the functions of product_launch.cu.
+// Matrix products on Hopper, as the host calls them: the functions of grouped_matmul_launch.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,18 +6,18 @@
 #include <optional>
 #include <string>
 
+#include "gemm/grouped_matmul.h"
 #include "gemm/plan.h"
-#include "gemm/product.h"
 
 namespace jax_ep::gemm {
 
 // Starts the product on the stream of the current device, or says why it cannot. May be captured in a CUDA graph.
-std::optional<std::string> launch(const Product& product, const Config& config, cudaStream_t stream);
+std::optional<std::string> launch(const GroupedMatmul& product, const Config& config, cudaStream_t stream);
 
-Config plan_tiles(const Product& product, int sms);
+Config plan_tiles(const GroupedMatmul& product, int sms);
 
 // With the plan for the current device.
-std::optional<std::string> launch(const Product& product, cudaStream_t stream);
+std::optional<std::string> launch(const GroupedMatmul& product, cudaStream_t stream);
 
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();

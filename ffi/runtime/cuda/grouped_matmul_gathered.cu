@@ -1,35 +1,35 @@
 // Products of which one operand is gathered.
 #include "gemm/epilogue_gated.h"
 #include "gemm/multiply_gathered.h"
-#include "runtime/cuda/product_kernels.h"
+#include "runtime/cuda/grouped_matmul_kernels.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, bool kMn>
-constexpr Variant<ProductKernel> kRows{
+constexpr Variant<GroupedMatmulKernel> kRows{
     {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, Formula::store, Activation::none,
      Gathered::lhs},
-    &product_kernel<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>,
+    &grouped_matmul_kernel<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 template <class T, Activation kActivation>
-constexpr Variant<ProductKernel> kGated{
+constexpr Variant<GroupedMatmulKernel> kGated{
     {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation, Gathered::lhs},
-    &product_kernel<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>,
+    &grouped_matmul_kernel<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>,
     int{sizeof(GatheredMemory<SwappedMemory>)}};
 
 template <class T, Gathered kGathered, class Store>
-constexpr Variant<ProductKernel> kContraction{{kElement<T>, kElement<T>, true, true, kGatheredColumns,
-                                               /*swap_ab=*/false, Formula::store, Activation::none, kGathered},
-                                              &product_kernel<GatheredContractionMainloop<T>, Store>,
-                                              int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
+constexpr Variant<GroupedMatmulKernel> kContraction{{kElement<T>, kElement<T>, true, true, kGatheredColumns,
+                                                     /*swap_ab=*/false, Formula::store, Activation::none, kGathered},
+                                                    &grouped_matmul_kernel<GatheredContractionMainloop<T>, Store>,
+                                                    int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
 
 template <class Out>
-constexpr Variant<ProductKernel> kFloat8{{Element::float8, kElement<Out>, false, false, kFloat8Columns,
-                                          /*swap_ab=*/false, Formula::store, Activation::none, Gathered::lhs},
-                                         &product_kernel<GatheredFloat8Mainloop, StoreTile<Out>>,
-                                         int{sizeof(GatheredFloat8Mainloop::Shared)}};
+constexpr Variant<GroupedMatmulKernel> kFloat8{{Element::float8, kElement<Out>, false, false, kFloat8Columns,
+                                                /*swap_ab=*/false, Formula::store, Activation::none, Gathered::lhs},
+                                               &grouped_matmul_kernel<GatheredFloat8Mainloop, StoreTile<Out>>,
+                                               int{sizeof(GatheredFloat8Mainloop::Shared)}};
 
 constexpr std::array kKernels{kFloat8<Bf16>,
                               kFloat8<float>,
@@ -52,6 +52,6 @@ constexpr std::array kKernels{kFloat8<Bf16>,
 
 }  // namespace
 
-Variants<ProductKernel> gathered_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> gathered_kernels() { return kKernels; }
 
 }  // namespace jax_ep::gemm

@@ -1,15 +1,16 @@
 // Products with swapped operands, and sums of two of them.
 #include "gemm/multiply_swapped.h"
-#include "runtime/cuda/product_kernels.h"
+#include "runtime/cuda/grouped_matmul_kernels.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, bool kMn, Formula kFormula = Formula::store>
-constexpr Variant<ProductKernel> kKernel{
+constexpr Variant<GroupedMatmulKernel> kKernel{
     {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, kFormula},
-    &product_kernel<SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kFormula == Formula::summed ? 2 : 1>>>,
-                    StoreSwapped<Out>>,
+    &grouped_matmul_kernel<
+        SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kFormula == Formula::summed ? 2 : 1>>>,
+        StoreSwapped<Out>>,
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, true>,
@@ -19,6 +20,6 @@ constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, t
 
 }  // namespace
 
-Variants<ProductKernel> swapped_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> swapped_kernels() { return kKernels; }
 
 }  // namespace jax_ep::gemm
