@@ -34,8 +34,7 @@ struct BoundOp {
 // The ops of the lists in kernels/ops.h. They are bound in several files, as on the CPU these hold the kernels and take
 // long to compile.
 std::vector<BoundOp> bind_row_ops();
-std::vector<BoundOp> bind_product_ops();
-std::vector<BoundOp> bind_local_ops();
+std::vector<BoundOp> bind_matmuls();
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(mark_handler);
 

@@ -32,7 +32,7 @@ py::capsule capsule(Function* handler) {
 const std::map<std::string, BoundOp>& bound_ops() {
   static const auto* const ops = [] {
     auto* const all = new std::map<std::string, BoundOp>;
-    for (const auto& some : {bind_row_ops(), bind_product_ops(), bind_local_ops()})
+    for (const auto& some : {bind_row_ops(), bind_matmuls()})
       for (const BoundOp& op : some) all->emplace(op.ffi_target, op);
     return all;
   }();

@@ -20,12 +20,11 @@ enum class OpKind : int32_t {
 
 }  // namespace jax_ep
 
-// The arguments of every op: X(Args). Ops on rows and collective matmuls run on the ranks of a group. Local ops
-// need no group; only Hopper GPUs have their kernels.
+// The arguments of the ops that run on the ranks of a group: X(Args). grouped_matmul needs no group, and is in no list.
+// Only Hopper GPUs have its kernels.
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_COLLECTIVE_MATMUL_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
-#define JAX_EP_LOCAL_OPS(X) X(gemm::GroupedMatmul)
 
 // The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are
 // compiled for each dtype. Byte-wise kernels only move rows, and are compiled once.

@@ -23,9 +23,8 @@ gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Co
 gpu::Error load_kernels(int shared_bytes);
 
 // Starts a local op, or says why it cannot. May be captured in a graph. Only the library for CUDA has local ops:
-// runtime/cuda/local_ops.cc.
-template <class Args>
-std::optional<std::string> start_local(gpu::Stream stream, const Args& args);
+// runtime/cuda/matmuls.cc.
+std::optional<std::string> start_local(gpu::Stream stream, const gemm::GroupedMatmul& args);
 
 // The kernel of a collective matmul, which only the library for CUDA has. Defined in overlap_launch.h.
 template <class Args>
@@ -37,9 +36,9 @@ struct OverlapKernel {
   static gpu::Error load();
 };
 
-// Loads the kernels of local ops and of collective matmuls on the current device, or says why that failed.
-// Defined in local_ops.cc of each platform.
-std::optional<std::string> load_local_kernels();
+// Loads the kernels of the matmuls on the current device, or says why that failed. Defined in matmuls.cc of CUDA and
+// no_matmuls.cc of HIP.
+std::optional<std::string> load_matmul_kernels();
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockRequest* request, int questions);

@@ -28,7 +28,7 @@ PlatformGroup::PlatformGroup(std::vector<std::vector<int>> lines, double timeout
   for (const int device : local_devices()) {
     const gpu::DeviceScope scope(device);
     gpu::check(load_kernels(model_.shared_bytes), "loading kernels");
-    if (const auto error = load_local_kernels()) throw std::runtime_error("loading kernels: " + *error);
+    if (const auto error = load_matmul_kernels()) throw std::runtime_error("loading kernels: " + *error);
   }
   orders_.resize(line_count() * size());
 }
