@@ -149,8 +149,8 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
     "float8": (
         {"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
         [
-            *(("lhs", "uint8", (3, 128)), ("the scales of lhs", "float32", (3, 1))),
-            *(("rhs", "uint8", (2, 256, 128)), ("the scales of rhs", "float32", (2, 2, 1))),
+            *(("lhs", "uint8", (3, 128)), ("lhs_scales", "float32", (3, 1))),
+            *(("rhs", "uint8", (2, 256, 128)), ("rhs_scales", "float32", (2, 2, 1))),
         ],
         ("bfloat16", (3, 256)),
     ),
@@ -160,8 +160,8 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
             **{"gathered": "lhs", "source_rows": 5},
         },
         [
-            *(("lhs", "uint8", (5, 128)), ("the scales of lhs", "float32", (5, 1))),
-            *(("rhs", "uint8", (2, 256, 128)), ("the scales of rhs", "float32", (2, 2, 1))),
+            *(("lhs", "uint8", (5, 128)), ("lhs_scales", "float32", (5, 1))),
+            *(("rhs", "uint8", (2, 256, 128)), ("rhs_scales", "float32", (2, 2, 1))),
         ],
         ("bfloat16", (3, 256)),
     ),
@@ -171,9 +171,9 @@ GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]],
             **{"rhs_is_k_by_n": False, "n": 128, "k": 256, "columns": 256},
         },
         [
-            *(("lhs", "uint8", (3, 256)), ("the scales of lhs", "float32", (3, 2))),
-            *(("rhs", "uint8", (2, 256, 256)), ("the scales of rhs", "float32", (2, 2, 2))),
-            *(("second_rhs", "uint8", (2, 256, 256)), ("the scales of second_rhs", "float32", (2, 2, 2))),
+            *(("lhs", "uint8", (3, 256)), ("lhs_scales", "float32", (3, 2))),
+            *(("rhs", "uint8", (2, 256, 256)), ("rhs_scales", "float32", (2, 2, 2))),
+            *(("second_rhs", "uint8", (2, 256, 256)), ("second_rhs_scales", "float32", (2, 2, 2))),
         ],
         ("uint8", (3, 128)),
     ),
@@ -208,7 +208,7 @@ def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
 def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
     _, named, (dtype, shape) = GROUPED[case]
     operands = [*named, GROUP_SIZES, *MORE_OPERANDS.get(case, [])]
-    assert types_of("grouped_matmul", **settings_of(case))[0] == ("product", dtype, list(shape))
+    assert types_of("grouped_matmul", **settings_of(case))[0] == ("result", dtype, list(shape))
     result = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
     arrays = [zeros_of(*each) for _, *each in operands]
     for i, (buffer, other, sizes) in enumerate(operands):
@@ -219,7 +219,7 @@ def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
             with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
                 helpers.fetch(call_grouped(case, given, result))
     for wrong in (jax.ShapeDtypeStruct((*shape, 1), result.dtype), jax.ShapeDtypeStruct(shape, np.int8)):
-        text = f"grouped_matmul: product must be {dtype}{list(shape)}"
+        text = f"grouped_matmul: result must be {dtype}{list(shape)}"
         with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
             helpers.fetch(call_grouped(case, arrays, wrong))
     if jax.default_backend() == "cpu":

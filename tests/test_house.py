@@ -83,6 +83,16 @@ def a_platform_is_reached_by_its_path(root: Path) -> list[str]:
     return found
 
 
+def specs_name_members(root: Path) -> list[str]:
+    """A spec gives a setting or a buffer the name of the member that holds it."""
+    return [
+        f"{path} calls {member} {name}"
+        for path, text in native_files(root, "kernels")
+        for name, member in re.findall(r'\bvisit\([^;"]*"(\w+)"[^;]*&Args::(\w+)\);', text)
+        if name != member
+    ]
+
+
 def files_are_short(root: Path) -> list[str]:
     endings = {".py", ".h", ".cc", ".cu", ".hip", ".txt", ".cmake"}
     folders = ("jax_ep", "pallas_kernels", "ffi", "tests", "examples", "benchmarks")
@@ -251,6 +261,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (families_know_no_other, "ffi/kernels/moe/a.h", '#include "kernels/sparse/args.h"'),
     (a_platform_is_reached_by_its_path, "ffi/bindings/a.cc", '#include "runtime/cpu/launch.h"'),
     (a_platform_is_reached_by_its_path, "ffi/runtime/gpu/a.h", '#include "platform/matmul.h"'),
+    (specs_name_members, "ffi/kernels/a/args.h", 'visit(operand("ids", Values::int32, a.n).when(a.m), &Args::row_of);'),
     (files_are_short, "tests/a.py", "\n" * (LONGEST_FILE + 1)),
     (only_ffi_py_reaches_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
     (only_ffi_py_reaches_libraries, "jax_ep/a.py", "from jax.ffi import ffi_call as call"),

@@ -135,7 +135,7 @@ class Buffers {
     GroupedMatmul product{};
     product.grouping = case_.grouping, product.formula = case_.formula, product.keeps_products = gated;
     product.activation = gated ? Activation::silu : Activation::none;
-    product.in = case_.in, product.out = case_.out, product.rhs_is_k_by_n = case_.mn_b;
+    product.operand_dtype = case_.in, product.dtype = case_.out, product.rhs_is_k_by_n = case_.mn_b;
     product.m = case_.m, product.n = product.columns = case_.n, product.k = case_.k, product.groups = case_.groups();
     product.lhs = a, product.rhs = b, product.second_rhs = second_b, product.result = out;
     product.first_product = kept, product.second_product = kept ? static_cast<char*>(kept) + out_bytes() : nullptr;

@@ -160,7 +160,7 @@ double time_product(const Case& c, const std::vector<Rank>& ranks) {
     gemm::GroupedMatmul x{};
     x.grouping = gemm::Grouping::none;
     x.m = c.shape.m, x.n = x.columns = c.shape.n, x.k = c.shape.k, x.groups = 1;
-    x.in = x.out = gemm::Element::bfloat16;
+    x.operand_dtype = x.dtype = gemm::Element::bfloat16;
     x.rhs_is_k_by_n = !c.transpose_rhs;
     x.lhs = ranks[r].gathered, x.rhs = ranks[r].b, x.result = ranks[r].partial;
     if (const auto error = gemm::launch(x, ranks[r].stream)) std::printf("ERROR %s\n", error->c_str());

@@ -50,9 +50,9 @@ constexpr int kTmaMultiple = 8;  // 16-bit values: TMA wants rows that are multi
 struct GroupedMatmul {
   Grouping grouping;
   Formula formula;
-  Activation activation;  // of a gated unit
-  bool keeps_products;    // a gated one stores lhs x rhs and lhs x second_rhs, too
-  Element in, out;
+  Activation activation;         // of a gated unit
+  bool keeps_products;           // a gated one stores lhs x rhs and lhs x second_rhs, too
+  Element operand_dtype, dtype;  // of lhs and rhs, of the result
   Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
   int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
@@ -71,7 +71,7 @@ struct GroupedMatmul {
   float* result_scales;                         // [m, n / 128]
   void *first_product, *second_product;         // [m, columns], kept. Where columns is 2 n the first has both
 
-  JAX_EP_CONSTANT_FN bool is_float8() const { return in == Element::float8; }
+  JAX_EP_CONSTANT_FN bool is_float8() const { return operand_dtype == Element::float8; }
   // Kernels gather the left operand. If the right one is gathered, the kernel swaps the operands, and stores the
   // transposed product transposed (StoreTransposed).
   JAX_EP_CONSTANT_FN bool is_transposed() const { return gathered == Gathered::rhs; }

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jax_ep import Group, Implementation
 from jax_ep._kit import ffi
 
+from .collective_matmul import CollectiveMatmul
 from .mlp import MoeMlp
-from .products import Product
 from .programs import Program
 from .ragged import Ragged
 from .report import Report, devices_here, parser, prepare_devices
@@ -30,7 +30,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     RoundTrip,
     AllReduce,
     Ragged,
-    Product,
+    CollectiveMatmul,
     Gradients,
     RoundTrip,
     AllReduceGradient,
@@ -38,7 +38,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     AllReduce,
     Float8,
     MoeMlp,
-    Product,
+    CollectiveMatmul,
 )
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,

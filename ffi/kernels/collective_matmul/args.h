@@ -96,7 +96,7 @@ struct OpSpec<MatmulReduceArgs> : CollectiveMatmulSpec<MatmulReduceArgs> {
     factors(a, visit);
     visit(scratch("partial", values_of(a.dtype), a.m, a.n).for_peers(), &Args::partial);
     const bool all = !a.reduce_scatter;
-    visit(result("sums", values_of(a.dtype), all ? a.m : a.m / ranks, a.n).for_peers(all).replicated(all),
+    visit(result("result", values_of(a.dtype), all ? a.m : a.m / ranks, a.n).for_peers(all).replicated(all),
           &Args::result);
   }
 };
@@ -110,7 +110,7 @@ struct OpSpec<AllGatherMatmulArgs> : CollectiveMatmulSpec<AllGatherMatmulArgs> {
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     factors(a, visit);
-    visit(result("product", values_of(a.dtype), int64_t{ranks} * a.m, a.n), &Args::result);
+    visit(result("result", values_of(a.dtype), int64_t{ranks} * a.m, a.n), &Args::result);
     visit(result("gathered", values_of(a.operand_dtype), int64_t{ranks} * a.m, a.k).for_peers(), &Args::gathered);
   }
 };

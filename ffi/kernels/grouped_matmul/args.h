@@ -51,8 +51,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
 
   template <class Visit>
   static void settings(Visit visit) {
-    visit("dtype", nullptr, &Args::out);
-    visit("operand_dtype", nullptr, &Args::in);
+    visit("dtype", nullptr, &Args::dtype);
+    visit("operand_dtype", nullptr, &Args::operand_dtype);
     visit("grouping", nullptr, &Args::grouping);
     visit("formula", nullptr, &Args::formula);
     visit("activation", nullptr, &Args::activation);
@@ -71,7 +71,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     const std::pair<const char*, int> sizes[] = {{"m", x.m}, {"n", x.n}, {"k", x.k}, {"groups", x.groups}};
     for (const auto& [name, size] : sizes)
       if (size < 1) return wrong(name, "at least 1", size);
-    if (x.in == Element::float32) return wrong("operand_dtype", "bfloat16, float16 or float8_e4m3fn", name_in(x.in));
+    if (x.operand_dtype == Element::float32)
+      return wrong("operand_dtype", "bfloat16, float16 or float8_e4m3fn", name_in(x.operand_dtype));
     const bool is_gated = x.formula == Formula::gated;
     if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
       return wrong("columns", "n, or 2 n if what belongs to gate and to up is in one array", x.columns);
@@ -86,26 +87,25 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& x, int, Visit visit) {
-    const Values in = values_of(x.in), out = values_of(x.out);
+    const Values in = values_of(x.operand_dtype), out = values_of(x.dtype);
     const bool quantized = is_float8(x), summed = x.formula == Formula::summed, gated = x.formula == Formula::gated;
     const int blocks = x.k / kScaleBlock, column_blocks = x.columns / kScaleBlock;
     visit(lhs("lhs", x), &Args::lhs);
     const int scaled_rows = x.gathered == gemm::Gathered::lhs ? x.source_rows : x.m;
-    visit(operand("the scales of lhs", Values::float32, scaled_rows, blocks).when(quantized), &Args::lhs_scales);
+    visit(operand("lhs_scales", Values::float32, scaled_rows, blocks).when(quantized), &Args::lhs_scales);
     visit(rhs("rhs", x), &Args::rhs);
-    visit(operand("the scales of rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized),
-          &Args::rhs_scales);
+    visit(operand("rhs_scales", Values::float32, x.groups, column_blocks, blocks).when(quantized), &Args::rhs_scales);
     visit(lhs("second_lhs", x).when(summed), &Args::second_lhs);
     visit(rhs("second_rhs", x).when(summed || gated), &Args::second_rhs);
-    visit(
-        operand("the scales of second_rhs", Values::float32, x.groups, column_blocks, blocks).when(quantized && gated),
-        &Args::second_rhs_scales);
+    visit(operand("second_rhs_scales", Values::float32, x.groups, column_blocks, blocks).when(quantized && gated),
+          &Args::second_rhs_scales);
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(operand("indices", Values::int32, by_contraction(x) ? x.k : x.m).when(x.gathered != gemm::Gathered::none),
           &Args::indices);
-    visit(by_contraction(x) ? result("product", out, x.groups, x.m, x.n) : result("product", out, x.m, x.n),
+    visit(by_contraction(x) ? result("result", out, x.groups, x.m, x.n) : result("result", out, x.m, x.n),
           &Args::result);
-    visit(result("scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated), &Args::result_scales);
+    visit(result("result_scales", Values::float32, x.m, x.n / kScaleBlock).when(quantized && gated),
+          &Args::result_scales);
     visit(result("first_product", in, x.m, x.columns).when(x.keeps_products), &Args::first_product);
     visit(result("second_product", in, x.m, x.columns).when(x.keeps_products && x.columns == x.n),
           &Args::second_product);
@@ -113,7 +113,7 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
   }
 
  private:
-  JAX_EP_CONSTANT_FN static bool is_float8(const Args& x) { return x.in == Element::float8; }
+  JAX_EP_CONSTANT_FN static bool is_float8(const Args& x) { return x.operand_dtype == Element::float8; }
   JAX_EP_CONSTANT_FN static bool by_contraction(const Args& x) { return x.grouping == gemm::Grouping::k_grouped; }
 
   static std::optional<std::string> validate_gathered(const Args& x) {
@@ -134,10 +134,11 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     if (auto error = multiples(gemm::kTmaMultiple, "n", x.n, grouped_k ? "m" : "k", grouped_k ? x.m : x.k))
       return error;
     if (grouped_k && !stores) return wrong("formula", "store of groups of the contraction", name_in(x.formula));
-    const bool may_widen = stores && !grouped_k, widens = may_widen && x.out == Element::float32;
-    if (x.out != x.in && !widens)
-      return wrong("dtype", std::string("that of the operands, ") + name_in(x.in) + (may_widen ? ", or float32" : ""),
-                   name_in(x.out));
+    const bool may_widen = stores && !grouped_k, widens = may_widen && x.dtype == Element::float32;
+    if (x.dtype != x.operand_dtype && !widens)
+      return wrong("dtype",
+                   std::string("that of the operands, ") + name_in(x.operand_dtype) + (may_widen ? ", or float32" : ""),
+                   name_in(x.dtype));
     const bool wants_n_by_k = x.formula == Formula::summed;
     const bool wants_k_by_n = grouped_k || widens || x.formula == Formula::gated;
     if (x.rhs_is_k_by_n ? !wants_n_by_k : !wants_k_by_n) return std::nullopt;
@@ -154,8 +155,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
     if (!is_gated && x.formula != Formula::store)
       return wrong("formula", "store or gated of operands in float8", name_in(x.formula));
-    if (is_gated ? x.out != Element::float8 : x.out != Element::bfloat16 && x.out != Element::float32)
-      return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.out));
+    if (is_gated ? x.dtype != Element::float8 : x.dtype != Element::bfloat16 && x.dtype != Element::float32)
+      return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.dtype));
     const int64_t blocks = x.k / kScaleBlock;
     if (auto error = at_most("m", x.m, blocks)) return error;
     return at_most("groups", x.groups, x.columns / kScaleBlock * blocks);
@@ -187,14 +188,14 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
   }
   JAX_EP_CONSTANT_FN static BufferSpec lhs(const char* name, const Args& x) {
     const bool gathers = x.gathered == gemm::Gathered::lhs;
-    return by_contraction(x) ? operand(name, values_of(x.in), gathers ? x.source_rows : x.k, x.m)
-                             : operand(name, values_of(x.in), gathers ? x.source_rows : x.m, x.k);
+    return by_contraction(x) ? operand(name, values_of(x.operand_dtype), gathers ? x.source_rows : x.k, x.m)
+                             : operand(name, values_of(x.operand_dtype), gathers ? x.source_rows : x.m, x.k);
   }
   JAX_EP_CONSTANT_FN static BufferSpec rhs(const char* name, const Args& x) {
     if (by_contraction(x))
-      return operand(name, values_of(x.in), x.gathered == gemm::Gathered::rhs ? x.source_rows : x.k, x.n);
-    return x.rhs_is_k_by_n ? operand(name, values_of(x.in), x.groups, x.k, x.columns)
-                           : operand(name, values_of(x.in), x.groups, x.columns, x.k);
+      return operand(name, values_of(x.operand_dtype), x.gathered == gemm::Gathered::rhs ? x.source_rows : x.k, x.n);
+    return x.rhs_is_k_by_n ? operand(name, values_of(x.operand_dtype), x.groups, x.k, x.columns)
+                           : operand(name, values_of(x.operand_dtype), x.groups, x.columns, x.k);
   }
 };
 

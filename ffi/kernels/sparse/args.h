@@ -147,7 +147,7 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit(operand("values", values, a.entries, a.hidden).for_peers(), &Args::values);
     visit(operand("places", Values::int32, ranks, a.entries), &Args::places);
     visit(operand("bounds", Values::int32, ranks + 1), &Args::bounds);
-    visit(result("sums", values, a.capacity, a.hidden).for_peers().replicated(!a.sharded), &Args::result);
+    visit(result("result", values, a.capacity, a.hidden).for_peers().replicated(!a.sharded), &Args::result);
     visit(scratch("partials", Values::float32, a.entries, a.hidden).for_peers(), &Args::partials);
     visit(scratch("landing", Values::uint8, landing).for_peers(), &Args::landing);
     visit(scratch("runs", Values::int32, ranks, a.places_kept, 2), &Args::runs);

@@ -25,24 +25,26 @@ struct Array {
 std::optional<std::string> describe(const GroupedMatmul& x, Maps* maps) {
   const bool m_grouped = x.grouping == Grouping::m_grouped, k_grouped = x.grouping == Grouping::k_grouped;
   const auto lhs = [&](const void* data) {
-    return k_grouped ? Matrices{data, x.in, x.m, x.k, 1} : Matrices{data, x.in, x.k, x.m, 1};
+    return k_grouped ? Matrices{data, x.operand_dtype, x.m, x.k, 1} : Matrices{data, x.operand_dtype, x.k, x.m, 1};
   };
   const auto rhs = [&](const void* data) {
     const int count = m_grouped ? x.groups : 1;
-    return x.rhs_is_k_by_n ? Matrices{data, x.in, x.columns, x.k, count} : Matrices{data, x.in, x.k, x.columns, count};
+    return x.rhs_is_k_by_n ? Matrices{data, x.operand_dtype, x.columns, x.k, count}
+                           : Matrices{data, x.operand_dtype, x.k, x.columns, count};
   };
   // TMA does not gather, nor store a result of float8.
   const void* const gathered_or_lhs = x.gathered == Gathered::none ? x.lhs : nullptr;
-  const void* const out = x.out == Element::float8 ? nullptr : x.result;
-  const Matrices result = x.is_transposed() ? Matrices{out, x.out, x.m, x.groups * x.n, 1}
-                                            : Matrices{out, x.out, x.n, x.m, k_grouped ? x.groups : 1};
+  const void* const out = x.dtype == Element::float8 ? nullptr : x.result;
+  const Matrices result = x.is_transposed() ? Matrices{out, x.dtype, x.m, x.groups * x.n, 1}
+                                            : Matrices{out, x.dtype, x.n, x.m, k_grouped ? x.groups : 1};
   for (const Array& array :
        {Array{"lhs", lhs(gathered_or_lhs), kSlice, &maps->lhs},
         Array{"second_lhs", lhs(x.second_lhs), kSlice, &maps->second_lhs}, Array{"rhs", rhs(x.rhs), kSlice, &maps->rhs},
         Array{"second_rhs", rhs(x.second_rhs), kSlice, &maps->second_rhs},
         Array{"result", result, kOutRows, &maps->result},
-        Array{"first_product", {x.first_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->first_product},
-        Array{"second_product", {x.second_product, x.in, x.columns, x.m, 1}, kOutRows, &maps->second_product}})
+        Array{"first_product", {x.first_product, x.operand_dtype, x.columns, x.m, 1}, kOutRows, &maps->first_product},
+        Array{
+            "second_product", {x.second_product, x.operand_dtype, x.columns, x.m, 1}, kOutRows, &maps->second_product}})
     if (array.matrices.data)
       if (const auto error = describe_boxes(array.matrices, array.box_rows, array.map))
         return array.name + (": " + *error);
@@ -63,15 +65,9 @@ GroupedMatmul gathered_left(const GroupedMatmul& x) {
 }  // namespace
 
 std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, cudaStream_t stream) {
-  const Form form{x.in,
-                  x.out,
-                  x.grouping == Grouping::k_grouped,
-                  x.rhs_is_k_by_n,
-                  config.block_n,
-                  config.swap_ab,
-                  x.formula,
-                  x.activation,
-                  x.gathered};
+  const Form form{x.operand_dtype, x.dtype,        x.grouping == Grouping::k_grouped,
+                  x.rhs_is_k_by_n, config.block_n, config.swap_ab,
+                  x.formula,       x.activation,   x.gathered};
   const Variant<GroupedMatmulKernel>* variant = nullptr;
   for (const auto& kernels : all_kernels())
     if (!variant) variant = find(kernels, form);

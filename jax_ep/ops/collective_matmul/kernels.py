@@ -20,13 +20,13 @@ class MatmulConfig(NamedTuple):
 
 def matmul_reduce(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """[M, K], [K, N] (or [N, K], to be transposed) -> the sum of the ranks' products [M, N], or a part of its rows."""
-    return _call("matmul_reduce", config, lhs, rhs, reduce_scatter=config.reduce_scatter)["sums"]
+    return _call("matmul_reduce", config, lhs, rhs, reduce_scatter=config.reduce_scatter)["result"]
 
 
 def all_gather_matmul(config: MatmulConfig, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[M, K], [K, N] (or [N, K], to be transposed) -> all ranks' rows times rhs [R M, N], and all ranks' rows."""
     called = _call("all_gather_matmul", config, lhs, rhs)
-    return called["product"], called["gathered"]
+    return called["result"], called["gathered"]
 
 
 def _call(name: str, config: MatmulConfig, lhs: jax.Array, rhs: jax.Array, **settings: Any) -> dict[str, jax.Array]:

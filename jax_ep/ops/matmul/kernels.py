@@ -23,12 +23,12 @@ def grouped_matmul(
     transpose_rhs: bool = False,
 ) -> jax.Array:
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["product"]
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["result"]
 
 
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
-    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="k_grouped")["product"]
+    return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="k_grouped")["result"]
 
 
 def summed_matmul(
@@ -36,7 +36,7 @@ def summed_matmul(
 ) -> jax.Array:
     """Two [M, K], two [G, N, K], [G] -> [M, N]: rows times matrices transposed, the sum of both products."""
     lhs, rhs = [first, second], [first_rhs, second_rhs]
-    return _call(lhs, rhs, group_sizes, dtype=first.dtype, formula="summed", transpose_rhs=True)["product"]
+    return _call(lhs, rhs, group_sizes, dtype=first.dtype, formula="summed", transpose_rhs=True)["result"]
 
 
 def gated_matmul(
@@ -48,13 +48,13 @@ def gated_matmul(
     """
     options: dict[str, Any] = {"dtype": rhs[0].dtype, "activation": activation, "keeps_products": keep_products}
     called = _call([rows], rhs, group_sizes, formula="gated", **options)
-    return called["product"], tuple(called[name] for name in ("first_product", "second_product") if name in called)
+    return called["result"], tuple(called[name] for name in ("first_product", "second_product") if name in called)
 
 
 def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights, activation: str) -> Float8Rows:
     """`gated_matmul` of operands in float8, whose result is quantized. No products are kept."""
     called = _call([rows], rhs, group_sizes, dtype=FLOAT8, formula="gated", activation=activation)
-    return Float8Rows(called["product"], called["scales"])
+    return Float8Rows(called["result"], called["result_scales"])
 
 
 def _call(

@@ -44,4 +44,4 @@ def sparse_reduce(group: Group, config: SparseConfig, values: jax.Array, union: 
         drop=config.drop,
         by_count=config.by_count,
     )
-    return called["sums"]
+    return called["result"]

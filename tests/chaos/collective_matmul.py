@@ -13,7 +13,7 @@ from .compare import assert_near, draw_floats, pick
 from .programs import Program, compiled
 
 
-class Product(Program):
+class CollectiveMatmul(Program):
     """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
 
     def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
