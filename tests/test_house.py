@@ -263,7 +263,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (a_platform_is_reached_by_its_path, "ffi/runtime/gpu/a.h", '#include "platform/matmul.h"'),
     (specs_name_members, "ffi/kernels/a/args.h", 'visit(operand("ids", Values::int32, a.n).when(a.m), &Args::row_of);'),
     (files_are_short, "tests/a.py", "\n" * (LONGEST_FILE + 1)),
-    (only_ffi_py_reaches_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('_jax_ep_cpu')"),
+    (only_ffi_py_reaches_libraries, "jax_ep/a.py", "import importlib\nimportlib.import_module('jax_ep._jax_ep_cpu')"),
     (only_ffi_py_reaches_libraries, "jax_ep/a.py", "from jax.ffi import ffi_call as call"),
     (only_ffi_py_reaches_libraries, "jax_ep/ops/a/api.py", "from jax_ep._kit import ffi\nffi.call('x', None)"),
     (only_jax_private_touches_private_jax, "jax_ep/_kit/a.py", "import jax\njax._src.core.Trace"),

@@ -31,6 +31,12 @@ def test_the_command_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"jax_ep {jax_ep.__version__}\n"
 
 
+def test_the_wheel_installs_one_package() -> None:
+    files = importlib.metadata.files("jax_ep") or []
+    assert {file.parts[0].partition("-")[0] for file in files} == {"jax_ep"}
+    assert [file for file in files if file.name.startswith("_jax_ep_") and file.suffix == ".so"]
+
+
 @pytest.mark.usefixtures("native")
 def test_the_library_is_of_this_version() -> None:
     platform = ffi.library_name(jax.devices()[0])

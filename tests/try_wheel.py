@@ -13,7 +13,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 
 for platform in ffi.built_platforms():
-    library = importlib.import_module(f"_jax_ep_{platform}")
+    library = importlib.import_module(f"jax_ep._jax_ep_{platform}")
     print(f"imported {library.__file__}, of jax_ep {library.version}")
 
 with jax_ep.Group(Mesh(jax.devices(), ("ep",)), "ep") as group:

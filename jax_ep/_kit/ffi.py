@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import operator
+import pkgutil
 import sys
+import threading
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads
 _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
 _INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # in an installed jax_ep; its users
+_loading = threading.Lock()
 
 
 def library_name(device: Any) -> str:
@@ -43,8 +46,21 @@ def ordinal(device: Any) -> int:
     return device.id if device.platform == "cpu" else device.local_hardware_id
 
 
+def _module_name(platform: str) -> str:
+    return f"jax_ep._jax_ep_{platform}"
+
+
+def _find(platform: str) -> ModuleSpec | None:
+    """A platform's library, in any folder `jax_ep` on `sys.path`.
+
+    The folder of a checkout holds no libraries, and shadows the installed one, which does.
+    """
+    folders = pkgutil.extend_path([*sys.modules["jax_ep"].__path__], "jax_ep")
+    return PathFinder.find_spec(_module_name(platform), folders)
+
+
 def is_built(platform: str) -> bool:
-    return platform in PLATFORMS and importlib.util.find_spec(f"_jax_ep_{platform}") is not None
+    return platform in PLATFORMS and _find(platform) is not None
 
 
 def built_platforms() -> tuple[str, ...]:
@@ -52,15 +68,26 @@ def built_platforms() -> tuple[str, ...]:
 
 
 def loaded_libraries() -> list[ModuleType]:
-    """Also libraries of another version, which `library` refuses."""
-    names = (f"_jax_ep_{platform}" for platform in PLATFORMS)
-    return [sys.modules[name] for name in names if name in sys.modules]
+    """Those that this process has imported, even if `library` then refused one of another version."""
+    return [sys.modules[name] for name in map(_module_name, PLATFORMS) if name in sys.modules]
+
+
+def _load(platform: str) -> ModuleType:
+    spec = _find(platform)
+    if spec is None or spec.loader is None:
+        raise PlatformError(f"no jax_ep library is built for platform {platform!r} (built: {built_platforms()})")
+    with _loading:
+        if spec.name not in sys.modules:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[spec.name] = module
+        return sys.modules[spec.name]
 
 
 @functools.cache
 def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
-    library = importlib.import_module(f"_jax_ep_{platform}")
+    library = _load(platform)
     if library.version != __version__:
         raise PlatformError(
             f"the compiled library for {platform!r} is of jax_ep {library.version}, the Python code of {__version__}: "

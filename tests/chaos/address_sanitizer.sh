@@ -11,15 +11,13 @@ flags=(-fsanitize=address -fno-omit-frame-pointer -g)
 "$python" -m pip wheel --quiet --no-deps -w "$folder" -C cmake.define.JAX_EP_GPU=none \
   -C "cmake.define.CMAKE_CXX_FLAGS=${flags[*]}" .
 "$python" -m zipfile -e "$folder"/jax_ep-*.whl "$folder/wheel"
-mkdir "$folder/library"
-mv "$folder"/wheel/_jax_ep_cpu* "$folder/library"
 headers=$("$python" -c "import jaxlib, os; print(os.path.dirname(jaxlib.__file__) + '/include')")
 c++ -std=c++17 -shared -fPIC -O1 "${flags[@]}" -isystem "$headers" tests/chaos/overrun.cc -o "$folder/overrun.so"
 
 sanitized() {
   LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libstdc++.so)" JAX_PLATFORMS=cpu \
     ASAN_OPTIONS=protect_shadow_gap=0:detect_leaks=0:allocator_may_return_null=1:handle_segv=0 \
-    PYTHONPATH="$folder/library" "$python" "$@"
+    PYTHONPATH="$folder/wheel" "$python" "$@"
 }
 
 for bytes in 1 64 1000 65536; do
