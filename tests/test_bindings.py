@@ -1,15 +1,18 @@
 """Settings that no op has, and calls that do not fit the op: as a program from a file may make."""
 
+import dataclasses
 import re
 from typing import Any
 
 import helpers
 import jax
 import numpy as np
+import op_names
 import pytest
 
 from jax_ep import Group, __version__
 from jax_ep._kit import ffi, vary
+from jax_ep.errors import PlatformError
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -42,6 +45,37 @@ def call_scatter(
 def operands_of(top_k: int = 2) -> list[Any]:
     zeros = np.zeros((SIZE, 3, 2), np.int32)
     return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((SIZE, 1), np.int32)]
+
+
+@pytest.mark.parametrize("platform", ffi.built_platforms())
+def test_the_page_has_the_names_of_every_spec(platform: str) -> None:
+    """`python -m tests.op_names` writes the table."""
+    names, page = ffi.op_names(platform), op_names.PAGE.read_text()
+    assert all(op_names.row(*each) in page for each in names.items())
+    assert platform == "hip" or op_names.section(names) in page
+    for target, public in op_names.PUBLIC.items():
+        op = names.get(target)
+        assert op is None or public.keys() <= {*op.settings, *op.operands}, target
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedSettings:
+    slices: int
+    operand_rows: int
+    output_rows: int
+    depth: int
+
+
+def test_settings_that_a_spec_lacks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a declared record, when a library is loaded; in a call, when it is traced."""
+    platform, ranks, x = group.platform, group._ranks, zeros_of("float32", (4, 4))
+    says = "ragged_all_to_all: settings must be slices, operand_rows, output_rows, row_bytes, got slices, .*, depth$"
+    with pytest.raises(PlatformError, match=says):
+        ffi.call("ragged_all_to_all", x, ranks=ranks, slices=1, operand_rows=4, output_rows=4, depth=4)
+    monkeypatch.setattr(ffi, "_declared", {})
+    assert ffi.settings_of("ragged_all_to_all")(RaggedSettings) is RaggedSettings
+    with pytest.raises(PlatformError, match=says):
+        ffi.library.__wrapped__(platform)
 
 
 SERIES = __version__.rpartition(".")[0]  # of minor releases

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/settings.h"
@@ -24,11 +25,20 @@ struct CallTypes {
   std::vector<ResultType> results;
 };
 
+// The names in the spec of an op.
+struct OpNames {
+  const char* arguments;                                      // the C++ struct
+  std::vector<std::string> ops;                               // for users; several if a setting decides
+  std::vector<std::pair<std::string, std::string>> settings;  // with the label in errors, "" if errors leave it out
+  std::vector<std::string> operands, results;                 // an updated buffer is both
+};
+
 struct BoundOp {
   const char* ffi_target;  // without prefix
   XLA_FFI_Handler* handler;
   // The types of a call with these settings. Throws std::invalid_argument.
   CallTypes (*call_types)(const Settings& settings, int ranks);
+  OpNames names;
 };
 
 // The ops of the lists in kernels/ops.h. They are bound in several files, as on the CPU these hold the kernels and take

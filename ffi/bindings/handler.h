@@ -87,13 +87,30 @@ CallTypes call_types(const Settings& settings, int ranks) {
 }
 
 template <class Args>
-BoundOp bind() {
+OpNames names_in_spec(const char* arguments) {
+  using Spec = OpSpec<Args>;
+  OpNames names{arguments, {}, {}, {}, {}};
+  if constexpr (kIsLocal<Args>)
+    names.ops = {Spec::kFfiTarget};
+  else
+    for (const KindName& kind : Spec::kKinds) names.ops.push_back(kind.name);
+  Spec::settings(
+      [&](const char* name, const char* label, auto) { names.settings.emplace_back(name, label ? label : ""); });
+  Spec::buffers(Args{}, 1, [&](const BufferSpec& spec, auto) {
+    if (spec.use == Use::operand || spec.use == Use::updated) names.operands.push_back(spec.name);
+    if (spec.is_result()) names.results.push_back(spec.name);
+  });
+  return names;
+}
+
+template <class Args>
+BoundOp bind(const char* arguments) {
   XLA_FFI_DEFINE_HANDLER(handler, execute<Args>, ffi::Ffi::Bind().Ctx<Call>().RemainingArgs().RemainingRets().Attrs(),
                          {kTraits});
-  return {OpSpec<Args>::kFfiTarget, handler, call_types<Args>};
+  return {OpSpec<Args>::kFfiTarget, handler, call_types<Args>, names_in_spec<Args>(arguments)};
 }
 
 }  // namespace jax_ep
 
 // For the lists of kernels/ops.h.
-#define JAX_EP_BIND(Args) bind<Args>(),
+#define JAX_EP_BIND(Args) bind<Args>(#Args),

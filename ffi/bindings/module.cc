@@ -89,12 +89,23 @@ PyCallTypes call_types(const std::string& ffi_target, int ranks, const py::kwarg
   return {types.op, std::move(results)};
 }
 
+// By FFI target: (C++ struct, ops, settings with their labels, operands, results)
+using PyOpNames = std::tuple<const char*, decltype(OpNames::ops), decltype(OpNames::settings),
+                             decltype(OpNames::operands), decltype(OpNames::results)>;
+std::map<std::string, PyOpNames> names() {
+  std::map<std::string, PyOpNames> all;
+  for (const auto& [ffi_target, op] : bound_ops())
+    all.emplace(ffi_target,
+                PyOpNames{op.names.arguments, op.names.ops, op.names.settings, op.names.operands, op.names.results});
+  return all;
+}
+
 py::dict types() {
   static constexpr XLA_FFI_TypeInfo info = ffi::MakeTypeInfo<CallState>();
   py::dict type, all;
   type["type_id"] = py::capsule(static_cast<void*>(&CallState::id));
   type["type_info"] = py::capsule(static_cast<const void*>(&info));
-  all["jax_ep_call_site"] = type;
+  all["jax_ep_call_state"] = type;
   return all;
 }
 
@@ -267,6 +278,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   module.def("handlers", &handlers);
   module.def("await_devices", &await_devices, py::call_guard<py::gil_scoped_release>());
   module.def("close_all", &close_all, py::call_guard<py::gil_scoped_release>());
+  module.def("names", &names);
   module.def("types", &types);
   module.def("call_types", &call_types);
   module.def("splits_contraction", &splits_contraction);

@@ -7,11 +7,11 @@ import operator
 import pkgutil
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import numpy as np
@@ -32,6 +32,8 @@ _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
 _INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # in an installed jax_ep; its users
 _loading = threading.Lock()
+_declared: dict[str, list[str]] = {}  # the settings of an op, by FFI target
+_Record = TypeVar("_Record")
 
 
 def library_name(device: Any) -> str:
@@ -84,6 +86,45 @@ def _load(platform: str) -> ModuleType:
         return sys.modules[spec.name]
 
 
+class OpNames(NamedTuple):
+    """The names in the spec of an op."""
+
+    arguments: str  # the C++ struct
+    ops: list[str]  # for users; several if a setting decides
+    settings: dict[str, str]  # with the label in errors, "" if errors leave it out
+    operands: list[str]  # in the order of the call
+    results: list[str]
+
+
+@functools.cache
+def op_names(platform: str) -> dict[str, OpNames]:
+    """By FFI target, of every op in a platform's library. Needs no device of the platform."""
+    names = _load(platform).names()
+    return {
+        target: OpNames(arguments, ops, dict(settings), operands, results)
+        for target, (arguments, ops, settings, operands, results) in names.items()
+    }
+
+
+def settings_of(name: str) -> Callable[[type[_Record]], type[_Record]]:
+    """Declares a dataclass whose fields are the settings of an op, by its FFI target.
+
+    Each library compares them with its spec of the op when it is loaded.
+    """
+
+    def declare(record: type[_Record]) -> type[_Record]:
+        _declared[name] = [field.name for field in dataclasses.fields(cast(Any, record))]
+        return record
+
+    return declare
+
+
+def _check_settings(platform: str, name: str, given: Collection[str]) -> None:
+    wanted = op_names(platform)[name].settings
+    if set(given) != set(wanted):
+        raise PlatformError(f"{name}: settings must be {', '.join(wanted)}, got {', '.join(given)}")
+
+
 @functools.cache
 def library(platform: str) -> ModuleType:
     """Imports a platform's library and registers its handlers: after `jax.devices()`, as state types require."""
@@ -99,6 +140,8 @@ def library(platform: str) -> ModuleType:
         raise PlatformError(
             f"ranks, numbers in a mailbox, float8 block, row multiple: the library has {limits}, Python {here}"
         )
+    for name in _declared.keys() & op_names(platform).keys():
+        _check_settings(platform, name, _declared[name])
     for name, type_info in library.types().items():
         jax.ffi.register_ffi_type(name, type_info, platform=_JAX_PLATFORM[platform])
     for name, handlers in library.handlers().items():
@@ -119,6 +162,7 @@ def _results_of(
     platform: str, name: str, ranks: int, **settings: bool | int | float | str
 ) -> tuple[str, list[_Result]]:
     """The name of an op that users know, and its results in order: from its OpSpec, and cached by settings."""
+    _check_settings(platform, name, settings)
     op, results = library(platform).call_types(name, ranks, **settings)
     return op, [
         _Result(each, dtype is None, dtype or "", tuple(shape), replicated)
