@@ -32,3 +32,9 @@ from jax_ep.ops.sparse.coalesce import coalesce as coalesce
 from jax_ep.ops.sparse.types import SparseRows as SparseRows
 from jax_ep.profiling import profile as profile
 from jax_ep.version import __version__ as __version__
+
+
+def __dir__() -> list[str]:
+    """Public names alone, without the modules that define them."""
+    names = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, type(nn))]
+    return [*names, "embedding", "float8", "lax", "nn", "__version__"]

@@ -260,10 +260,12 @@ class Group:
         self._close(in_order=exc_type is None)
 
     def __repr__(self) -> str:
+        if self._closed:
+            return f"Group(axis_name={self.axis_name!r}, closed=True)"
         shape = dict(self.mesh.shape)
         text = f"mesh={shape}, axis_name={self.axis_name!r}, size={self.size}, platform={self.platform!r}"
         text += f", nodes={self.nodes}" if self.nodes > 1 else ""
-        return f"Group({text}{', closed=True' if self._closed else ''})"
+        return f"Group({text})"
 
 
 def check_group(op: str, group: Any) -> None:

@@ -19,7 +19,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import Mesh
 
-from jax_ep import Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
+from jax_ep import Experts, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
 from jax_ep.group import find_group
 from jax_ep.runtime import native as native_module
@@ -139,7 +139,7 @@ def test_describes_itself(group: Group) -> None:
     assert "'ep'" in repr(group)
     assert f"size={SIZE}" in repr(group)
     group.close()
-    assert repr(group).endswith(", closed=True)")
+    assert repr(group) == "Group(axis_name='ep', closed=True)"
 
 
 def test_results_describe_themselves(group: Group, rng: np.random.Generator) -> None:
@@ -158,6 +158,10 @@ def test_results_describe_themselves(group: Group, rng: np.random.Generator) -> 
     assert text.startswith(f"Dispatched(rows=Float8Rows(bits=uint8[{4 * 2 * SIZE},128]")
     assert ", routing=Routing(targets=int32[4,2]" in text
     assert len(text) < 800
+    matrix, bias = jnp.zeros((2, 3, 3)), jnp.zeros((2, 3))
+    experts = Experts(gate=None, up=matrix, down=matrix, biases=(None, bias, None))
+    shapes = "up=float32[2,3,3], down=float32[2,3,3], biases=(None, float32[2,3], None)"
+    assert repr(experts) == f"Experts(gate=None, {shapes}, activation='silu')"
 
 
 @pytest.mark.parametrize("mode", ["CONCURRENT", "CONCURRENT_REGIONS"])

@@ -245,13 +245,14 @@ def only_jax_private_touches_private_jax(root: Path) -> list[str]:
 
 
 def exports_only_export(root: Path) -> list[str]:
-    """Every __init__.py, and the modules of public names: a docstring, imports and __all__."""
+    """Every __init__.py, and the modules of public names: a docstring, imports, __all__ and __dir__."""
     return [
         f"{path} line {node.lineno}"
         for path, tree in python_files(root, "jax_ep")
         if path in ("jax_ep/lax.py", "jax_ep/embedding.py", "jax_ep/float8.py") or path.endswith("/__init__.py")
         for node in tree.body[ast.get_docstring(tree) is not None :]
-        if not isinstance(node, (ast.Import, ast.ImportFrom)) and not ast.unparse(node).startswith("__all__ =")
+        if not isinstance(node, (ast.Import, ast.ImportFrom))
+        and not ast.unparse(node).startswith(("__all__ =", "def __dir__("))
     ]
 
 

@@ -106,6 +106,12 @@ def test_every_public_name_is_on_the_page() -> None:
     assert names - OF_ARGUMENTS <= listed
 
 
+def test_dir_shows_public_names_alone() -> None:
+    modules = {name for name in dir(jax_ep) if inspect.ismodule(getattr(jax_ep, name))}
+    assert modules == {"embedding", "float8", "lax", "nn"}
+    assert {"Group", "dispatch", "moe_mlp", "OnOverflow", "__version__"} <= set(dir(jax_ep))
+
+
 def options(module: ModuleType) -> Iterator[tuple[str, str, Any]]:
     """("function: parameter", its default, its type) where the default is a string, of what a module exports."""
     for name, function in inspect.getmembers(module, inspect.isfunction):

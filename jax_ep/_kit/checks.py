@@ -26,8 +26,14 @@ def describe(x: Any) -> str:
 
 
 def described(**fields: Any) -> str:
-    """Fields for a repr: of arrays their types."""
-    return ", ".join(f"{name}={describe(x) if isinstance(x, ARRAYS) else repr(x)}" for name, x in fields.items())
+    """Fields for a repr: of arrays, also in tuples, their types."""
+
+    def short(x: Any) -> str:
+        if type(x) is tuple:
+            return f"({', '.join(map(short, x))})"
+        return describe(x) if isinstance(x, ARRAYS) else repr(x)
+
+    return ", ".join(f"{name}={short(x)}" for name, x in fields.items())
 
 
 def is_jax_dtype(dtype: Any) -> bool:

@@ -25,7 +25,7 @@ class Gated:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Experts:
     """The matrices of a rank's own experts: a pytree, so under `jax.shard_map` the one spec `P(axis_name)` fits it.
 
@@ -51,6 +51,9 @@ class Experts:
     activation: ActivationName | Activation | Gated = dataclasses.field(
         default="silu", kw_only=True, metadata={"static": True}
     )
+
+    def __repr__(self) -> str:
+        return f"Experts({checks.described(**vars(self))})"
 
     @property
     def first_names(self) -> tuple[str, ...]:
