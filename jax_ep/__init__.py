@@ -19,6 +19,7 @@ from jax_ep.ops.collective_matmul.api import (
     matmul_all_reduce as matmul_all_reduce,
     matmul_reduce_scatter as matmul_reduce_scatter,
 )
+from jax_ep.ops.matmul.gated import ClampedSwiglu as ClampedSwiglu
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
 from jax_ep.ops.moe.node_options import NodeOptions as NodeOptions
 from jax_ep.ops.moe.types import (

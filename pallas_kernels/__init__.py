@@ -1,9 +1,7 @@
 """Pallas kernels: arrays in, arrays out; no runtime, no globals."""
 
 from jax_ep.pallas_kernels.grouped_matmul import (
-    ACTIVATIONS as ACTIVATIONS,
     ZERO_ROW as ZERO_ROW,
-    ActivationName as ActivationName,
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )

@@ -7,7 +7,7 @@ group's result. Rows may be gathered: row i is row indices[i] of an operand, and
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,7 @@ from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
 
-# Of gated products (Shazeer, "GLU Variants Improve Transformer", 2020): SwiGLU, GEGLU by tanh, and ReGLU.
-ActivationName = Literal["silu", "gelu", "relu"]
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,
-    "relu": jax.nn.relu,
-}
+GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]  # elementwise, of the products by gate and up in float32
 
 
 class Tiling(NamedTuple):
@@ -71,7 +65,7 @@ def grouped_matmul(
     *,
     indices: jax.Array | None = None,
     transpose_rhs: bool = False,
-    activation: str | None = None,
+    unit: GatedUnit | None = None,
     keep_products: bool = False,
     dtype: Any = None,
     precision: Any = None,
@@ -82,12 +76,12 @@ def grouped_matmul(
 
     Args:
       lhs: [M, K], or with `indices` any number of rows.
-      rhs: one [G, K, N]; or two, gate and up, with an activation.
+      rhs: one [G, K, N]; or two, gate and up, with a unit.
       group_sizes: [G] integers.
       indices: [M] int32, the rows of `lhs`: -1 is a row of zeros, any other index out of bounds a row of NaN.
       transpose_rhs: the matrices are [G, N, K].
-      activation: "silu", "gelu" or "relu": the result is activation(lhs gate) * (lhs up), of rounded products.
-      keep_products: with an activation, return both products, too.
+      unit: an elementwise function that Triton compiles: the result is unit(lhs gate, lhs up), of rounded products.
+      keep_products: with a unit, return both products, too.
       dtype: of the results. Default: the dtype of `lhs`.
       precision: of products in float32, as for `jax.numpy.dot`.
       tiling: default: `row_tiling`.
@@ -108,12 +102,10 @@ def grouped_matmul(
             raise ValueError(f"rhs must be {layout} alike, with G = {group_sizes.shape[0]}, got {matrix.shape}")
         if matrix.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
             raise ValueError(f"rhs must be {layout} with K = {lhs.shape[1]}, got {matrix.shape}")
-    if activation not in (None, *ACTIVATIONS):
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)} or None, got {activation!r}")
-    if len(rhs) != (1 if activation is None else 2):
-        raise ValueError(f"rhs must be two matrices with an activation, otherwise one, got {len(rhs)}")
-    if keep_products and activation is None:
-        raise ValueError("keep_products must be false where activation is None, got True")
+    if len(rhs) != (1 if unit is None else 2):
+        raise ValueError(f"rhs must be two matrices with a unit, otherwise one, got {len(rhs)}")
+    if keep_products and unit is None:
+        raise ValueError("keep_products must be false where unit is None, got True")
     groups = group_sizes.shape[0]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
@@ -126,7 +118,7 @@ def grouped_matmul(
         operands=len(rhs),
         gathers=bool(gathers),
         transpose_rhs=transpose_rhs,
-        activation=activation,
+        unit=unit,
         precision=precision,
         tiling=tiling,
         shape=(rows, columns, depth),
@@ -246,7 +238,7 @@ def _row_tile(
     operands: int,
     gathers: bool,
     transpose_rhs: bool,
-    activation: str | None,
+    unit: GatedUnit | None,
     precision: Any,
     tiling: Tiling,
     shape: tuple[int, int, int],
@@ -272,9 +264,9 @@ def _row_tile(
     zeros = jnp.zeros((tiling.rows, tiling.columns), jnp.float32)
     steps = has_matrix.astype(jnp.int32) * pl.cdiv(depth, tiling.depth)
     products = jax.lax.fori_loop(0, steps, step, (zeros,) * operands)
-    if activation is not None:
-        rounded = [x.astype(out[0].dtype).astype(jnp.float32) for x in products]
-        products = (ACTIVATIONS[activation](rounded[0]) * rounded[1], *products)
+    if unit is not None:
+        gate, up = (x.astype(out[0].dtype).astype(jnp.float32) for x in products)
+        products = (unit(gate, up), *products)
     mask = (row < end)[:, None] & (column < columns)[None, :]
     for ref, values in zip(out, products[: len(out)], strict=True):
         at = ref.at[row[:, None], column[None, :]]

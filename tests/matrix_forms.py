@@ -20,7 +20,7 @@ import numpy as np
 import oracle
 from test_nodes import first_for_each_node
 
-from jax_ep import Experts, Gated, Group, NodeOptions, combine, dispatch, lax, moe_mlp
+from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, lax, moe_mlp
 from jax_ep.float8 import quantize_weights
 
 EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 8, 6, 2, 128, 256
@@ -92,6 +92,7 @@ LAYER = ROUTED | {
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
         "function": {"activation": squared},
+        "clamped": {"activation": ClampedSwiglu(limit=9.0)},  # beyond these values: a clip is no form for differences
         "gated": {"activation": Gated(bounded)},
         "closing over": {"activation": "slopes"},
     },
@@ -104,6 +105,7 @@ LAYER = ROUTED | {
         "float8, gated": {"precision": "float8", "activation": Gated(bounded)},
         "shared, two matrices": {"shared": True, "matrices": "two", "activation": "relu"},
         "two matrices, biased": {"matrices": "two", "activation": squared, "biased": (1, 2)},
+        "clamped, biased": {"activation": ClampedSwiglu(limit=9.0), "biased": (0, 1, 2)},
         "one matrix, biased, gated": {"matrices": "one", "biased": (0, 1, 2), "activation": Gated(bounded)},
         "weighed, one matrix, biased": {"weigh_inputs": True, "matrices": "one", "biased": (0, 1, 2)},
     },
@@ -349,6 +351,8 @@ def exact_layer(form: Form) -> Function:
         def unit(*products: jax.Array, activation: Any = activation) -> jax.Array:
             if isinstance(activation, Gated):
                 return activation.function(*products)
+            if isinstance(activation, ClampedSwiglu):
+                return (products[1] + 1) * products[0] / (1 + jnp.exp(-activation.slope * products[0]))
             if activation == "slopes":
                 slopes = given["slopes"]  # of the rank that owns the expert, or of the token's where it is shared
                 routed = products[0].ndim > 3

@@ -220,7 +220,8 @@ TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
     plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "m_grouped", "formula": "store"}
-    plain |= {"activation": "none", "keeps_products": False, "rhs_is_k_by_n": True}
+    plain |= {"activation": "none", "limit": 0.0, "slope": 0.0, "keeps_products": False, "is_biased": False}
+    plain |= {"rhs_is_k_by_n": True}
     plain |= {"gathered": "none", "source_rows": 0}
     return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
 
@@ -304,6 +305,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("rows", {"columns": 16}, "columns must be n, or 2 n if .*, got 16"),
         ("rows", {"activation": "silu"}, "activation must be silu, .* none of any other product, got silu"),
         ("rows", {"keeps_products": True}, "keeps_products must be False but of a gated product .*, got True"),
+        ("summed", {"is_biased": True}, "is_biased must be False but of groups of rows of 16 bits, .*, got True"),
         ("rows", {"grouping": "both"}, "grouping must be m_grouped or k_grouped, got both"),
         ("rows", {"gathered": "both"}, "gathered must be none, lhs or rhs, got both"),
         ("rows", {"gathered": "lhs"}, "source_rows must be at least 1, got 0"),
@@ -315,8 +317,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("contraction", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of .*, got False"),
         ("contraction", {"formula": "summed"}, "formula must be store of groups of the contraction, got summed"),
         ("gated", {"columns": 24}, "columns must be n, or 2 n if .*, got 24"),
-        ("gated", {"activation": "tanh"}, "activation must be none, silu, gelu or relu, got tanh"),
-        ("gated", {"activation": "none"}, "activation must be silu, gelu or relu of a gated unit, .*, got none"),
+        ("gated", {"activation": "tanh"}, "activation must be none, silu, gelu, relu or clamped_swiglu, got tanh"),
+        ("gated", {"activation": "none"}, "activation must be silu, .* of a gated unit, .*, got none"),
         ("gated", {"dtype": "float32"}, "dtype must be that of the operands, bfloat16, got float32"),
         ("gated", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of a gated product.*, got False"),
         ("summed", {"k": 12}, "k must be a multiple of 8, got 12"),
@@ -329,6 +331,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("float8", {"m": 2**31 - 1, "k": 256}, "m must be at most 1073741823, got 2147483647"),
         ("float8", {"formula": "summed"}, "formula must be store or gated of operands in float8, got summed"),
         ("float8", {"grouping": "k_grouped"}, "grouping must be m_grouped of operands in float8, got k_grouped"),
+        ("gated float8", {"activation": "clamped_swiglu"}, "activation must be silu, gelu or relu of .* float8, got"),
         ("gated float8", {"n": 64, "columns": 64}, "n must be a multiple of 128, got 64"),
         ("gated float8", {"columns": 384}, "columns must be n, or 2 n if .*, got 384"),
         ("gated float8", {"dtype": "bfloat16"}, "dtype must be bfloat16 or float32, .* float8_e4m3fn, got bfloat16"),

@@ -15,7 +15,7 @@ from conftest import OpenGroup
 from jax_ep._kit import gemm
 from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
 from jax_ep.ops.matmul import float8, kernels
-from jax_ep.ops.moe.units import ACTIVATIONS
+from jax_ep.ops.matmul.gated import ACTIVATIONS
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")

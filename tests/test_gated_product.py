@@ -15,28 +15,48 @@ from helpers import DTYPES
 from jax_ep import Group, dispatch, lax
 from jax_ep._kit import ffi, gemm
 from jax_ep.ops.matmul import kernels
-from jax_ep.ops.matmul.api import gated_product, sum_of_lhs_gradients
+from jax_ep.ops.matmul.api import biased_product, gated_product, sum_of_lhs_gradients
+from jax_ep.ops.matmul.gated import ClampedSwiglu, KnownUnit, known_unit
+from jax_ep.ops.moe.units import with_bias
 
 pytestmark = pytest.mark.usefixtures("native")
 on_hopper = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
 
-ACTIVATIONS: dict[Any, Any] = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "relu": jax.nn.relu}
+ACTIVATIONS = ["silu", "gelu", "relu", "clamped_swiglu", ClampedSwiglu(limit=0.5, slope=-1.25)]
 SIZE, EXPERTS, TOP_K = 1, 4, 2
 # The last has few tiles of a long contraction: products alone split it, so that their sums have other bits.
 SHAPES = [(5, 8, 8), (300, 136, 72), (1500, 264, 328), (700, 2048, 640), (64, 2048, 128)]
 
 
-def layer_of(group: Any, activation: Any, one_matrix: bool = False, **options: Any) -> Any:
-    """(tokens, ids, gate, up) -> the gated unit of dispatched rows, and its parts, one after the other."""
+def unit_of(activation: Any) -> KnownUnit:
+    unit = known_unit(activation)
+    assert unit is not None
+    return unit
 
-    def both(tokens: Any, ids: Any, gate: Any, up: Any) -> Any:
-        rhs = (jnp.concatenate([gate, up], axis=2),) if one_matrix else (gate, up)
+
+def layer_of(group: Any, activation: Any, one_matrix: bool = False, **options: Any) -> Any:
+    """(tokens, ids, gate, up, *biases) -> the gated unit of dispatched rows, and its parts, one after the other."""
+    unit = unit_of(activation)
+
+    def both(tokens: Any, ids: Any, gate: Any, up: Any, *biases: Any) -> Any:
+        def joined(*arrays: Any) -> Any:
+            return (jnp.concatenate(arrays, axis=-1),) if one_matrix and arrays else arrays
+
         rows, sizes, _ = dispatch(tokens, ids, group=group, num_experts=gate.shape[0], **options)
-        parts = ACTIVATIONS[activation](lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes)
-        out, _ = gated_product(activation, lambda *_: (parts, ()), rows, sizes, *rhs, keep_products=False)
+        of_gate, of_up = (
+            with_bias(lax.ragged_dot(rows, matrix, sizes), bias, sizes)
+            for matrix, bias in zip((gate, up), biases or (None, None), strict=True)
+        )
+        parts = unit.function(of_gate, of_up)
+        operands = (rows, sizes, joined(gate, up), joined(*biases))
+        out, _ = gated_product(unit, lambda *_: (parts, ()), *operands, keep_products=False)
         return out, parts
 
     return helpers.per_rank(both, group.mesh)
+
+
+def by_no_kernel(rows: Any, sizes: Any, matrix: Any, bias: Any) -> jax.Array:
+    return jnp.full((rows.shape[0], bias.shape[1]), jnp.nan, rows.dtype)
 
 
 def assert_same_bits(out: np.ndarray, wanted: np.ndarray) -> None:
@@ -48,8 +68,8 @@ def assert_same_bits(out: np.ndarray, wanted: np.ndarray) -> None:
 
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_value(activation: str, dtype: np.dtype, group: Group) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_every_value(activation: Any, dtype: np.dtype, group: Group) -> None:
     """Each of the 2^16 values as a product by gate: in the first column of a row, times one."""
     tokens = np.zeros((1, 1 << 16, 8), dtype)
     tokens[0, :, 0] = np.arange(1 << 16, dtype=np.uint16).view(dtype)
@@ -66,11 +86,13 @@ def test_every_value(activation: str, dtype: np.dtype, group: Group) -> None:
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("one_matrix", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), SHAPES)
 def test_shapes(
     tokens: int,
     hidden: int,
     width: int,
+    biased: bool,
     one_matrix: bool,
     dtype: np.dtype,
     group: Group,
@@ -82,7 +104,8 @@ def test_shapes(
         gate, up = (rng.standard_normal((2, 1, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)
         ids = rng.integers(0, EXPERTS - 1, (1, tokens, TOP_K)).astype(np.int32)  # the last expert gets nothing
         ids[:, :skipped] = -1
-        out, wanted = helpers.fetch(program(rows, ids, gate, up))
+        biases = rng.standard_normal((2, 1, EXPERTS, width)).astype(dtype) if biased else ()
+        out, wanted = helpers.fetch(program(rows, ids, gate, up, *biases))
         assert_same_bits(out, wanted)
         assert np.abs(helpers.wide(out)).sum() > 0
         assert not helpers.wide(out)[0, (tokens - skipped) * TOP_K :].any()
@@ -95,15 +118,22 @@ def test_shapes(
 def test_kept_products(
     rows: int, hidden: int, width: int, one_matrix: bool, dtype: np.dtype, rng: np.random.Generator
 ) -> None:
-    """The bits of the products alone."""
+    """The bits of the products alone, with their biases."""
     lhs = rng.standard_normal((rows, hidden)).astype(dtype)
     gate, up = (rng.standard_normal((2, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)
     sizes = rng.multinomial(rows - rows // 8, [0.5, 0, 0.3, 0.2]).astype(np.int32)
     rhs = (np.concatenate([gate, up], axis=2),) if one_matrix else (gate, up)
-    out, kept = jax.jit(partial(kernels.gated_matmul, activation="relu", keep_products=True))(lhs, sizes, *rhs)
+    biases = [rng.standard_normal((EXPERTS, x.shape[2])).astype(dtype) for x in rhs]
+    options: dict[str, Any] = {"matrices": len(rhs), "unit": unit_of("relu"), "keep_products": True}
+    out, kept = jax.jit(partial(kernels.gated_matmul, **options))(lhs, sizes, *rhs, *biases)
     assert [x.shape for x in kept] == [(rows, x.shape[2]) for x in rhs]
-    for product, matrix in zip(kept, rhs, strict=True):
-        assert_same_bits(np.asarray(product), np.asarray(jax.jit(lax.ragged_dot)(lhs, matrix, sizes)))
+    expert = np.repeat(np.arange(EXPERTS), sizes)
+    for product, matrix, bias in zip(kept, rhs, biases, strict=True):
+        wanted = np.asarray(jax.jit(lax.ragged_dot)(lhs, matrix, sizes))
+        wanted[: expert.size] = (helpers.wide(wanted[: expert.size]) + helpers.wide(bias[expert])).astype(dtype)
+        assert_same_bits(np.asarray(product), wanted)
+        added = jax.jit(partial(biased_product, by_no_kernel))
+        assert_same_bits(np.asarray(added(lhs, sizes, matrix, bias)), wanted)
     of_gate, of_up = map(helpers.wide, kept if len(kept) == 2 else np.split(np.asarray(kept[0]), 2, axis=1))
     assert_same_bits(np.asarray(out), (np.maximum(of_gate, 0) * of_up).astype(dtype))
 
@@ -118,7 +148,7 @@ def test_its_derivative(rng: np.random.Generator) -> None:
         return jax.nn.silu(lax.ragged_dot(rows, gate, sizes)) * lax.ragged_dot(rows, up, sizes), ()
 
     def ours(rows: Any, sizes: Any, gate: Any, up: Any) -> Any:
-        return gated_product("silu", composed, rows, sizes, gate, up, keep_products=False)
+        return gated_product(unit_of("silu"), composed, rows, sizes, (gate, up), keep_products=False)
 
     def gradient(function: Any) -> Any:
         return jax.jit(
@@ -142,7 +172,7 @@ def test_which_contractions_are_split(shape: tuple[int, int, int, int], splits: 
 def test_products_that_are_kept(one_matrix: bool) -> None:
     shapes = [(2, 16, 16)] if one_matrix else [(2, 16, 8), (2, 16, 8)]
     rows, sizes, *rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 16), (2,), *shapes))
-    call = partial(kernels.gated_matmul, activation="silu", keep_products=True)
+    call = partial(kernels.gated_matmul, matrices=len(rhs), unit=unit_of("silu"), keep_products=True)
     product, kept = jax.eval_shape(call, rows, sizes, *rhs)
     assert product.shape == (3, 8)
     assert [x.shape for x in kept] == [(3, shape[2]) for shape in shapes]
@@ -183,18 +213,51 @@ def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rn
 
 @on_hopper
 @pytest.mark.parametrize("gradient", [False, True])
-def test_kernels_of_a_layer(gradient: bool, group: Group) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_kernels_of_a_layer(biased: bool, gradient: bool, group: Group) -> None:
     """The unit is one kernel, forward and with a gradient, too; so is the sum of the gradients in the rows."""
     tokens, ids = jnp.ones((1, 4096, 64), jnp.bfloat16), jnp.zeros((1, 4096, 1), jnp.int32)
     gate = up = jnp.ones((1, 1, 64, 64), jnp.bfloat16)
 
     def loss(tokens: Any, ids: Any, gate: Any, up: Any) -> Any:
-        return helpers.moe_sums(tokens, ids, None, gate, up, gate, group=group).astype(jnp.float32).sum()
+        biases = (gate[:, 0],) * 3 if biased else None
+        options: dict[str, Any] = {"group": group, "biases": biases, "activation": "clamped_swiglu"}
+        return helpers.moe_sums(tokens, ids, None, gate, up, gate, **options).astype(jnp.float32).sum()
 
     body = jax.grad(loss, argnums=(0, 2, 3)) if gradient else loss
     lowered = helpers.per_rank(body, group.mesh).lower(tokens, ids, gate, up)
     text = lowered.compile().as_text() or ""
     assert text.count('formula = "gated"') == 1
+    assert text.count("is_biased = true") == (2 if biased else 0)
     assert text.count('formula = "summed"') == gradient
     # By down, and by down transposed.
     assert lowered.as_text().count('formula = "store", grouping = "m_grouped"') <= 1 + gradient
+
+
+def test_clamped_swiglu(rng: np.random.Generator) -> None:
+    """Its values and gradients, as torch.clamp has them where a product equals the limit."""
+    gate, up, cotangent = rng.normal(0, 6, (3, 1000))
+    gate[:4], up[2:8] = [7, 7, 50, -50], [7, -7, 7, -7, 50, -50]
+    g, u = np.minimum(gate, 7), np.clip(up, -7, 7)
+    sigmoid = 1 / (1 + np.exp(-1.702 * g))
+    d_g = (u + 1) * (sigmoid + 1.702 * g * sigmoid * (1 - sigmoid))
+    wanted = (u + 1) * g * sigmoid, cotangent * d_g * (gate <= 7), cotangent * g * sigmoid * (abs(up) <= 7)
+    out, pull = jax.vjp(ClampedSwiglu(), *(jnp.asarray(x, jnp.float32) for x in (gate, up)))
+    found = out, *pull(jnp.asarray(cotangent, jnp.float32))
+    for mine, right in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, right, rtol=2e-5, atol=2e-5)
+    assert np.isnan(ClampedSwiglu()(jnp.array([jnp.nan, 1.0]), jnp.array([1.0, jnp.nan]))).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"limit": 0}, ValueError, "limit must be positive and finite, got 0.0"),
+        ({"limit": float("nan")}, ValueError, "limit must be positive and finite, got nan"),
+        ({"slope": float("inf")}, ValueError, "slope must be finite, got inf"),
+        ({"slope": "1"}, TypeError, "slope must be a float, got"),
+    ],
+)
+def test_wrong_clamps(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"^ClampedSwiglu: {message}"):
+        ClampedSwiglu(**change)

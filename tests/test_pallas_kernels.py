@@ -6,14 +6,14 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import matrix_forms
 import numpy as np
 import oracle
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
-from matrix_forms import ACTIVATIONS
 from test_float8_products import assert_rounded
 
-from jax_ep import pallas_kernels
+from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
 from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, quantize_matrices
 
 INTERPRET = jax.default_backend() == "cpu"
@@ -33,13 +33,15 @@ def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generat
         rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
     )
     indices = rng.integers(-1, 60, 100).astype(np.int32)
+    known = known_unit(activation)
+    assert known is not None
     out, *products = helpers.fetch(
         grouped_matmul(
             jnp.asarray(lhs),
             (jnp.asarray(gate), jnp.asarray(up)),
             jnp.asarray(SIZES),
             indices=jnp.asarray(indices),
-            activation=activation,
+            unit=known.function,
             keep_products=True,
             precision="highest",
             interpret=INTERPRET,
@@ -51,7 +53,7 @@ def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generat
         wanted = oracle.ragged_dot(rows, helpers.wide(matrix), SIZES)
         np.testing.assert_allclose(helpers.wide(found), wanted, rtol=unit, atol=1e-4)
     first, second = map(helpers.wide, products)
-    wanted = np.asarray(ACTIVATIONS[activation](first)) * second
+    wanted = np.asarray(matrix_forms.ACTIVATIONS[activation](first)) * second
     np.testing.assert_allclose(helpers.wide(out), wanted, rtol=2 * unit, atol=5e-5)  # 1 + tanh cancels
 
 
@@ -70,7 +72,7 @@ def test_quantized_matrices(dtype: np.dtype, rng: np.random.Generator) -> None:
     assert_rounded(found, matrices)
 
 
-@pytest.mark.parametrize("name", ["rows", "outer", "quantize", *pallas_kernels.ACTIVATIONS])
+@pytest.mark.parametrize("name", ["rows", "outer", "quantize", "gated"])
 def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
         if name == "quantize":
@@ -79,7 +81,7 @@ def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
             return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
         if name == "rows":
             return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
-        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, activation=name, keep_products=True)
+        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, unit=ClampedSwiglu(), keep_products=True)
 
     shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
     operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
@@ -93,9 +95,8 @@ def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     [
         (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
         (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
-        ("activation must be one of silu, gelu, relu or None, got 'tanh'", {"activation": "tanh"}),
-        ("rhs must be two matrices with an activation, otherwise one, got 1", {"activation": "silu"}),
-        ("keep_products must be false where activation is None, got True", {"keep_products": True}),
+        ("rhs must be two matrices with a unit, otherwise one, got 1", {"unit": jnp.multiply}),
+        ("keep_products must be false where unit is None, got True", {"keep_products": True}),
     ],
 )
 def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:

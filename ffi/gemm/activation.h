@@ -18,15 +18,6 @@ JAX_EP_FN float2 widened(__half2 x) { return __half22float2(x); }
 JAX_EP_FN __nv_bfloat162 narrowed(float x, float y, __nv_bfloat162) { return __floats2bfloat162_rn(x, y); }
 JAX_EP_FN __half2 narrowed(float x, float y, __half2) { return __floats2half2_rn(x, y); }
 
-template <class Pair>
-JAX_EP_FN Pair silu(Pair x) {
-  constexpr float kLog2E = 1.4426950408889634F;
-  const float2 wide = widened(x), one{1, 1};
-  const Pair grown = narrowed(exp2_fast(-kLog2E * wide.x), exp2_fast(-kLog2E * wide.y), x);
-  const float2 sum = widened(__hadd2(narrowed(one.x, one.y, x), grown));
-  return __hmul2(x, narrowed(reciprocal(sum.x), reciprocal(sum.y), x));
-}
-
 // The tanh approximation.
 template <class Pair>
 JAX_EP_FN float gelu(float x) {
@@ -37,10 +28,20 @@ JAX_EP_FN float gelu(float x) {
   return x * rounded(0.5F * rounded(1 + bent));
 }
 
+// 1 / (1 + exp(-x))
+template <class Pair>
+JAX_EP_FN Pair sigmoid(Pair x) {
+  constexpr float kLog2E = 1.4426950408889634F;
+  const float2 wide = widened(x);
+  const Pair grown = narrowed(exp2_fast(-kLog2E * wide.x), exp2_fast(-kLog2E * wide.y), x);
+  const float2 sum = widened(__hadd2(narrowed(1, 1, x), grown));
+  return narrowed(reciprocal(sum.x), reciprocal(sum.y), x);
+}
+
 template <Activation kActivation, class Pair>
 JAX_EP_FN Pair activate(Pair x) {
   if constexpr (kActivation == Activation::silu) {
-    return silu(x);
+    return __hmul2(x, sigmoid(x));
   } else if constexpr (kActivation == Activation::gelu) {
     const float2 wide = widened(x);
     return narrowed(gelu<Pair>(wide.x), gelu<Pair>(wide.y), x);
@@ -49,13 +50,26 @@ JAX_EP_FN Pair activate(Pair x) {
   }
 }
 
-// activation(gate) * up, of 16 bytes of values.
+// A gated unit of two pairs of values.
 template <Activation kActivation, class Pair>
-JAX_EP_FN uint4 gated(uint4 gate, uint4 up) {
+JAX_EP_FN Pair gated(Pair gate, Pair up, float limit, float slope) {
+  if constexpr (kActivation == Activation::clamped_swiglu) {
+    const Pair most = narrowed(limit, limit, gate), least = narrowed(-limit, -limit, gate);
+    const Pair clipped = __hmin2_nan(__hmax2_nan(up, least), most), bounded = __hmin2_nan(gate, most);
+    const Pair unit = __hmul2(bounded, sigmoid(__hmul2(narrowed(slope, slope, gate), bounded)));
+    return __hmul2(__hadd2(clipped, narrowed(1, 1, gate)), unit);
+  } else {
+    return __hmul2(activate<kActivation>(gate), up);
+  }
+}
+
+// The same, of 16 bytes of values each.
+template <Activation kActivation, class Pair>
+JAX_EP_FN uint4 gated(uint4 gate, uint4 up, float limit, float slope) {
   Pair* const values = reinterpret_cast<Pair*>(&gate);
   const Pair* const factors = reinterpret_cast<const Pair*>(&up);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = __hmul2(activate<kActivation>(values[i]), factors[i]);
+  for (int i = 0; i < 4; ++i) values[i] = gated<kActivation>(values[i], factors[i], limit, slope);
   return gate;
 }
 

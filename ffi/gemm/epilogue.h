@@ -7,7 +7,8 @@
 //   swapped operands        store(problem, tile, sums, shared, stored, warp, lane): a warpgroup's part of a tile
 //   gated, of float8        store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile
 // The main loop of gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first.
-// `stored` counts what a warp has stored over all of its tiles. Only store() uses and increments it.
+// `stored` counts what a warp has stored over all of its tiles. Only store() uses and increments it. With swapped
+// operands store() may change the sums.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,9 +46,8 @@ constexpr bool kStoresTiles = false;
 template <class Epilogue, class Sums, class Memory>
 constexpr bool kStoresTiles<Epilogue, Sums, Memory,
                             std::void_t<decltype(std::declval<const Epilogue&>().store(
-                                std::declval<const Problem&>(), std::declval<const RowTile&>(),
-                                std::declval<const Sums&>(), std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> =
-    true;
+                                std::declval<const Problem&>(), std::declval<const RowTile&>(), std::declval<Sums&>(),
+                                std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> = true;
 
 // 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
 template <class Out>
@@ -251,21 +251,48 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   }
 }
 
+// Rounds a thread's sums to T and adds the biases of its group. With swapped operands the sums are those of two of the
+// warpgroup's 64 columns, which begin with `col`. The biases of columns from `col_end` on are not read.
+//
+// Args:
+//   bias: [groups, columns], or null. The bias of column i of the product is that of column `first` + i.
+template <class T, int kCount>
+JAX_EP_FN void add_bias(float (&d)[kCount], const void* bias, const Problem& problem, const RowTile& tile, int columns,
+                        int first, int col, int col_end, int warp, int lane) {
+  if (bias == nullptr || tile.group >= problem.groups) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int column = col + warp % kWarpgroup * 16 + half * 8 + lane / 4;
+    const T* const at = static_cast<const T*>(bias) + int64_t{tile.group} * columns + first + column;
+    const float added = column < col_end ? static_cast<float>(*at) : 0;
+#pragma unroll
+    for (int i = 2 * half; i < kCount; i += 4) {
+      d[i] = static_cast<float>(T(d[i])) + added;
+      d[i + 1] = static_cast<float>(T(d[i + 1])) + added;
+    }
+  }
+}
+
 template <class Out>
 struct StoreSwapped {
   const CUtensorMap& map;
   void* out;
+  const void* bias;
 
-  JAX_EP_FN StoreSwapped(const Maps& maps, const GroupedMatmul& product) : map(maps.result), out(product.result) {}
+  JAX_EP_FN StoreSwapped(const Maps& maps, const GroupedMatmul& product)
+      : map(maps.result), out(product.result), bias(product.bias) {}
 
   // A warpgroup has 64 columns in each slab.
   template <int kSlabs, int kCount, class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[kSlabs][kCount], Memory& shared,
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[kSlabs][kCount], Memory& shared,
                        int& stored, int warp, int lane) const {
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-      store_columns<Out, 2 * kCount>(map, out, problem.n, tile.col + (warp / kWarpgroup * kSlabs + slab) * kSlice,
-                                     problem.n, tile, d[slab], shared, stored, warp, lane);
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const int col = tile.col + (warp / kWarpgroup * kSlabs + slab) * kSlice;
+      if constexpr (sizeof(Out) == 2)
+        add_bias<Out>(d[slab], bias, problem, tile, problem.n, 0, col, problem.n, warp, lane);
+      store_columns<Out, 2 * kCount>(map, out, problem.n, col, problem.n, tile, d[slab], shared, stored, warp, lane);
+    }
   }
 };
 

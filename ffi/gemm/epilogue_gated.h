@@ -22,9 +22,11 @@ struct StoreGated {
   // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous piece. So
   // after the meeting the other buffer is free.
   template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[1][kMaxRows / 2], Memory& shared,
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[1][kMaxRows / 2], Memory& shared,
                        int& stored, int warp, int lane) const {
-    const bool keeps = product.keeps_products;
+    const bool keeps = product.keeps_products, is_up = warp >= kWarpgroup;
+    add_bias<T>(d[0], is_up ? product.second_bias : product.bias, problem, tile, product.columns,
+                is_up ? product.second_column() : 0, tile.col, problem.n, warp, lane);
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
     for (int piece = 0; piece < kRowSlices; ++piece) {
@@ -48,16 +50,18 @@ struct StoreGated {
         const uint4 of_gate = *reinterpret_cast<const uint4*>(gate + swizzled(smem_row, vec));
         const uint4 of_up = *reinterpret_cast<const uint4*>(up + swizzled(smem_row, vec));
         T* const out = static_cast<T*>(product.result) + int64_t{row} * problem.n + col;
-        *reinterpret_cast<uint4*>(out) = gated<kActivation, Pair>(of_gate, of_up);
+        *reinterpret_cast<uint4*>(out) = gated<kActivation, Pair>(of_gate, of_up, product.limit, product.slope);
       }
     }
   }
 
   // A warpgroup has 64 columns of both products.
   template <class Memory>
-  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, const float (&d)[2][kMaxGathered / 2],
-                       Memory& shared, int& stored, int warp, int lane) const {
+  JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[2][kMaxGathered / 2], Memory& shared,
+                       int& stored, int warp, int lane) const {
     const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
+    add_bias<T>(d[0], product.bias, problem, tile, product.columns, 0, col, problem.n, warp, lane);
+    add_bias<T>(d[1], product.second_bias, problem, tile, product.columns, up, col, problem.n, warp, lane);
     if (product.keeps_products) {
       store_columns<T, kMaxGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
                                      d[0], shared, stored, warp, lane);
@@ -70,7 +74,7 @@ struct StoreGated {
       const auto packed = [&](const float* x) {
         return make_uint4(pack(x[0], x[1], T{}), pack(x[2], x[3], T{}), pack(x[4], x[5], T{}), pack(x[6], x[7], T{}));
       };
-      const uint4 both = gated<kActivation, Pair>(packed(d[0] + i), packed(d[1] + i));
+      const uint4 both = gated<kActivation, Pair>(packed(d[0] + i), packed(d[1] + i), product.limit, product.slope);
       const uint32_t words[] = {both.x, both.y, both.z, both.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

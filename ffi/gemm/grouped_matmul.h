@@ -37,7 +37,9 @@ enum class Formula {
   summed,  // lhs x rhs + second_lhs x second_rhs, rounded once
 };
 
-enum class Activation { none, silu, gelu, relu };  // as in jax.nn, gelu by tanh
+// Of a gated unit. silu, gelu (by tanh) and relu: as in jax.nn, of the gate. clamped_swiglu, of GPT-OSS, for a limit
+// and a slope: (clip(up, -limit, limit) + 1) * (g * sigmoid(slope * g)) with g = min(gate, limit).
+enum class Activation { none, silu, gelu, relu, clamped_swiglu };
 
 // Which operand is gathered: row i of the operand is row indices[i] of the array. Index -1 is a row of zeros, any other
 // index outside the array is a row of NaN.
@@ -51,7 +53,9 @@ struct GroupedMatmul {
   Grouping grouping;
   Formula formula;
   Activation activation;         // of a gated unit
+  float limit, slope;            // of clamped_swiglu
   bool keeps_products;           // a gated one stores lhs x rhs and lhs x second_rhs, too
+  bool is_biased;                // m-grouped: the group's bias is added to each rounded product, and the sum is rounded
   Element operand_dtype, dtype;  // of lhs and rhs, of the result
   Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
@@ -65,6 +69,7 @@ struct GroupedMatmul {
   const void *rhs,
       *second_rhs;  // [groups, k, columns] or [groups, columns, k]; without groups as one, k-grouped [k, n]
   const float *rhs_scales, *second_rhs_scales;  // [groups, columns / 128, k / 128]
+  const void *bias, *second_bias;               // [groups, columns], in the dtype of the operands; or null
   const int32_t* group_sizes;                   // on the device; null without groups
   uint32_t* counter;                            // m-grouped: a word on the device, of this product alone while it runs
   void* result;                                 // [m, n], k-grouped [groups, m, n]

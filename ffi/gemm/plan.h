@@ -14,6 +14,7 @@ struct Shape {
   Formula formula = Formula::store;
   bool is_float8 = false;
   Gathered gathered = Gathered::none;
+  bool is_biased = false;
 };
 
 struct Config {

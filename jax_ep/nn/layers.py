@@ -14,7 +14,7 @@ from jax_ep.ops.moe.experts import ExpertsCall, Operands, ProductFunction, exper
 from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
 from jax_ep.ops.moe.types import MoeStats
-from jax_ep.ops.moe.units import Experts, split_biases, unit_of, with_bias
+from jax_ep.ops.moe.units import Experts, product_biases, unit_of, with_bias
 
 
 def moe_mlp(
@@ -112,7 +112,8 @@ def moe_mlp(
     out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, varying)
     if shared_experts is None:
         return out, stats
-    first_biases, down_bias = split_biases(shared_experts, shared_experts.biases)
-    products = tuple(jnp.dot(tokens, matrix) for matrix in shared_experts.first_matrices)
-    hidden = unit_of(op, shared_experts, "shared_experts")(products, first_biases)
+    first_biases, down_bias = product_biases(shared_experts)
+    first = zip(shared_experts.first_matrices, first_biases, strict=True)
+    products = tuple(with_bias(jnp.dot(tokens, matrix), bias) for matrix, bias in first)
+    hidden = unit_of(op, shared_experts, "shared_experts")(products)
     return out + with_bias(jnp.dot(hidden, shared_experts.down), down_bias), stats

@@ -39,7 +39,8 @@ struct NamesOf<gemm::Activation> {
   static constexpr Named<gemm::Activation> all[] = {{"none", gemm::Activation::none},
                                                     {"silu", gemm::Activation::silu},
                                                     {"gelu", gemm::Activation::gelu},
-                                                    {"relu", gemm::Activation::relu}};
+                                                    {"relu", gemm::Activation::relu},
+                                                    {"clamped_swiglu", gemm::Activation::clamped_swiglu}};
 };
 
 template <>
@@ -56,7 +57,10 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     visit("grouping", nullptr, &Args::grouping);
     visit("formula", nullptr, &Args::formula);
     visit("activation", nullptr, &Args::activation);
+    visit("limit", nullptr, &Args::limit);
+    visit("slope", nullptr, &Args::slope);
     visit("keeps_products", nullptr, &Args::keeps_products);
+    visit("is_biased", nullptr, &Args::is_biased);
     visit("gathered", nullptr, &Args::gathered);
     visit("source_rows", nullptr, &Args::source_rows);
     visit("rhs_is_k_by_n", nullptr, &Args::rhs_is_k_by_n);
@@ -77,10 +81,13 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     if (x.columns != x.n && (!is_gated || x.columns != int64_t{2} * x.n))
       return wrong("columns", "n, or 2 n if what belongs to gate and to up is in one array", x.columns);
     if (is_gated == (x.activation == gemm::Activation::none))
-      return wrong("activation", "silu, gelu or relu of a gated unit, and none of any other product",
+      return wrong("activation", "silu, gelu, relu or clamped_swiglu of a gated unit, and none of any other product",
                    name_in(x.activation));
     if (x.keeps_products && (!is_gated || is_float8(x)))
       return wrong("keeps_products", "False but of a gated product of 16-bit operands", "True");
+    if (x.is_biased &&
+        (by_contraction(x) || is_float8(x) || x.formula == Formula::summed || x.dtype != x.operand_dtype))
+      return wrong("is_biased", "False but of groups of rows of 16 bits, stored in their dtype or gated", "True");
     if (auto error = validate_gathered(x)) return error;
     return is_float8(x) ? validate_float8(x) : validate_16_bits(x);
   }
@@ -99,6 +106,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     visit(rhs("second_rhs", x).when(summed || gated), &Args::second_rhs);
     visit(operand("second_rhs_scales", Values::float32, x.groups, column_blocks, blocks).when(quantized && gated),
           &Args::second_rhs_scales);
+    visit(operand("bias", in, x.groups, x.columns).when(x.is_biased), &Args::bias);
+    visit(operand("second_bias", in, x.groups, x.columns).when(x.is_biased && gated), &Args::second_bias);
     visit(operand("group_sizes", Values::int32, x.groups), &Args::group_sizes);
     visit(operand("indices", Values::int32, by_contraction(x) ? x.k : x.m).when(x.gathered != gemm::Gathered::none),
           &Args::indices);
@@ -155,6 +164,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     if (x.rhs_is_k_by_n) return wrong("rhs_is_k_by_n", "False of operands in float8", "True");
     if (!is_gated && x.formula != Formula::store)
       return wrong("formula", "store or gated of operands in float8", name_in(x.formula));
+    if (x.activation == gemm::Activation::clamped_swiglu)
+      return wrong("activation", "silu, gelu or relu of operands in float8", name_in(x.activation));
     if (is_gated ? x.dtype != Element::float8 : x.dtype != Element::bfloat16 && x.dtype != Element::float32)
       return wrong("dtype", "bfloat16 or float32, or of a gated product float8_e4m3fn", name_in(x.dtype));
     const int64_t blocks = x.k / kScaleBlock;

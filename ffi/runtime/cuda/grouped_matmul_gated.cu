@@ -13,8 +13,9 @@ constexpr Variant<GroupedMatmulKernel> kKernel{
     int{sizeof(SwappedMemory)}};
 
 constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Activation::gelu>,
-                              kKernel<Bf16, Activation::relu>, kKernel<F16, Activation::silu>,
-                              kKernel<F16, Activation::gelu>,  kKernel<F16, Activation::relu>};
+                              kKernel<Bf16, Activation::relu>, kKernel<Bf16, Activation::clamped_swiglu>,
+                              kKernel<F16, Activation::silu>,  kKernel<F16, Activation::gelu>,
+                              kKernel<F16, Activation::relu>,  kKernel<F16, Activation::clamped_swiglu>};
 
 }  // namespace
 

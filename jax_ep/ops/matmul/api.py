@@ -14,6 +14,7 @@ from jax_ep._kit.batches import batched_alike, by_platform
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import kernels, pallas
+from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows, gathered_rows, matrix_and_indices, sum_rows
 
 ProductImplementation = Literal["auto", "pallas", "xla"]
@@ -216,39 +217,63 @@ def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Arra
 
 
 def gated_product(
-    activation: str,
+    unit: KnownUnit,
     composed: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]],
     rows: Rows,
     group_sizes: jax.Array,
-    *rhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...] = (),
+    *,
     keep_products: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded: [M, F].
+    """unit(rows gate, rows up) of groups of rows [M, K], both products rounded: [M, F].
 
     For other families. The operands must vary over the same mesh axes. The derivative is the derivative of `composed`.
 
     Args:
-      activation: "silu", "gelu" or "relu"; the GEMM core computes them with XLA's bits.
-      composed: the same function of all arrays, for calls that no kernel serves.
+      unit: the GEMM core computes it with XLA's bits.
+      composed: the same function of (rows, group_sizes, *rhs, *biases), for calls that no kernel serves.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
+      biases: [G, N] for each [G, K, N] of `rhs`, added to the rounded products; or ().
 
     Returns:
-      The result, and the product by each of `rhs`, or () unless `keep_products`.
+      The result, and the product by each of `rhs`, biases included; or () unless `keep_products`.
     """
+    operands = (rows, group_sizes, *rhs, *biases)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     product_by = _choose(AUTO, rows.dtype, rows, rhs[0], group_sizes)
     if product_by == "core":
-        split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
-        by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
+        by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not _splits(rows, rhs[0])
     else:
-        by_kernel = product_by == "pallas" and len(rhs) == 2
+        by_kernel = product_by == "pallas" and len(rhs) == 2 and not biases
     if not by_kernel:
-        return composed(rows, group_sizes, *rhs)
-    options = {"activation": activation, "keep_products": keep_products}
+        return composed(*operands)
+    options = {"matrices": len(rhs), "unit": unit, "keep_products": keep_products}
     call = _by("gated_matmul", composed, AUTO, None, rows, rhs[0], group_sizes, **options)
+    return _differentiated_as(composed, call, *operands)
+
+
+def biased_product(
+    composed: Callable[..., jax.Array], rows: Rows, group_sizes: jax.Array, matrix: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """Groups of rows [M, K] times [G, K, N], rounded, plus the group's bias [G, N], as `gated_product`: [M, N]."""
+    operands = (rows, group_sizes, matrix, bias)
+    if _choose(AUTO, rows.dtype, rows, matrix, group_sizes) != "core" or _splits(rows, matrix):
+        return composed(*operands)
+    return _differentiated_as(composed, by_platform(composed, cuda=kernels.biased_matmul), *operands)
+
+
+def _splits(rows: Rows, matrix: jax.Array) -> bool:
+    """Whether the GEMM core splits the contraction of the product alone, whose sums then have other bits."""
+    groups, depth, columns = matrix.shape
+    return gemm.splits_contraction(rows.shape[0], columns, depth, groups)
+
+
+def _differentiated_as(composed: Callable[..., Any], call: Callable[..., Any], *operands: Any) -> Any:
+    """call(*operands), with the derivative of `composed`."""
     product = jax.custom_jvp(call)
     product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(composed, primals, tangents)[1]))
-    return product(rows, group_sizes, *rhs)
+    return product(*operands)
 
 
 def _by(

@@ -217,7 +217,7 @@ def gated_product_to_float8(
     For other families. On Hopper one kernel multiplies and quantizes. It has no gradient.
 
     Args:
-      activation: "silu", "gelu" or "relu", which the GEMM core knows.
+      activation: "silu", "gelu" or "relu", which the GEMM core has in float8.
       composed: the same function of rows, group sizes and matrices, for calls that the core does not serve.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """

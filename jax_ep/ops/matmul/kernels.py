@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
+from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, matrix_and_indices
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
@@ -26,6 +27,11 @@ def grouped_matmul(
     return _call([lhs], [rhs], group_sizes, dtype=dtype, transpose_rhs=transpose_rhs)["result"]
 
 
+def biased_matmul(lhs: Rows, group_sizes: jax.Array, rhs: jax.Array, bias: jax.Array) -> jax.Array:
+    """[M, K], [G], [G, K, N], [G, N] -> [M, N]: a group's rows times its matrix, rounded, plus its bias."""
+    return _call([lhs], [rhs], group_sizes, dtype=lhs.dtype, biases=[bias])["result"]
+
+
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
     return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="k_grouped")["result"]
@@ -40,13 +46,18 @@ def summed_matmul(
 
 
 def gated_matmul(
-    rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, activation: str, keep_products: bool
+    rows: Rows, group_sizes: jax.Array, *operands: jax.Array, matrices: int, unit: KnownUnit, keep_products: bool
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: activation(rows gate) * (rows up).
+    """[M, K], [G], gate and up [G, K, F] or both in one [G, K, 2 F] -> [M, F]: unit(rows gate, rows up).
 
-    Also returns the product by each of `rhs` if `keep_products`.
+    Also returns the product by each matrix if `keep_products`.
+
+    Args:
+      operands: as many `matrices`; then, if products have biases, the biases that belong to each matrix, [G, N].
     """
-    options: dict[str, Any] = {"dtype": rhs[0].dtype, "activation": activation, "keeps_products": keep_products}
+    rhs, biases = operands[:matrices], operands[matrices:]
+    options: dict[str, Any] = {"dtype": rhs[0].dtype, "keeps_products": keep_products, "biases": biases}
+    options |= {"activation": unit.activation, "limit": unit.limit, "slope": unit.slope}
     called = _call([rows], rhs, group_sizes, formula="gated", **options)
     return called["result"], tuple(called[name] for name in ("first_product", "second_product") if name in called)
 
@@ -66,13 +77,17 @@ def _call(
     grouping: str = "m_grouped",
     formula: str = "store",
     activation: str = "none",
+    limit: float = 0.0,
+    slope: float = 0.0,
     keeps_products: bool = False,
+    biases: Sequence[jax.Array] = (),
     transpose_rhs: bool = False,
 ) -> dict[str, jax.Array]:
     """The results, by name, of the op (ffi/kernels/grouped_matmul/args.h) on one or two left and right operands.
 
     Args:
       rhs: for a gated product gate and up, or one array of both, gate in front.
+      biases: of each of `rhs`, or ().
       grouping: groups divide the rows of lhs ("m_grouped"), or the contraction, along the rows of both ("k_grouped").
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
@@ -85,16 +100,20 @@ def _call(
     columns = right.shape[-1 if rhs_is_k_by_n else -2]
     both_in_one = formula == "gated" and len(rhs) == 1
     second = [*lhs[1:], *(rhs if both_in_one else rhs[1:])]
+    added = [*biases, *biases] if both_in_one else biases
     return ffi.call(
         "grouped_matmul",
-        *jax.tree.leaves([*first, *second, group_sizes, indices]),
+        *jax.tree.leaves([*first, *second, *added, group_sizes, indices]),
         ranks=None,
         dtype=np.dtype(dtype),
         operand_dtype=FLOAT8 if isinstance(first[0], Float8Rows) else np.dtype(left.dtype),
         grouping=grouping,
         formula=formula,
         activation=activation,
+        limit=float(limit),
+        slope=float(slope),
         keeps_products=keeps_products,
+        is_biased=len(biases) > 0,
         gathered=gathered,
         source_rows={"none": 0, "lhs": left.shape[0], "rhs": right.shape[0]}[gathered],
         rhs_is_k_by_n=rhs_is_k_by_n,

@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import pallas_kernels
+from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import Rows, matrix_and_indices
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
 def grouped_matmul(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return gated_matmul(lhs, group_sizes, rhs, **options)[0]
+    matrix, indices = matrix_and_indices(lhs)
+    return pallas_kernels.grouped_matmul(matrix, (rhs,), group_sizes, indices=indices, **options)[0]
 
 
 def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
@@ -21,8 +23,10 @@ def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) 
 
 
 def gated_matmul(
-    rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, **options: Any
+    rows: Rows, group_sizes: jax.Array, *rhs: jax.Array, matrices: int, unit: KnownUnit, **options: Any
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    assert matrices == len(rhs) == 2
     matrix, indices = matrix_and_indices(rows)
-    out, *products = pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, indices=indices, **options)
+    options |= {"indices": indices, "unit": unit.function}
+    out, *products = pallas_kernels.grouped_matmul(matrix, rhs, group_sizes, **options)
     return out, tuple(products)

@@ -1,7 +1,8 @@
 """The experts between a dispatch and a combine, forward, and their one derivative.
 
 Forward: dispatch, the products by gate and up, the unit, the product by down, combine. Backward: five products and two
-exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up. The backward pass
+exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up, with
+their biases. The backward pass
 computes the unit again. A matrix in float8 has no gradient.
 
 The product by down is not kept. Combine weighs its rows, so the backward pass may apply a row's weight w to either
@@ -31,14 +32,16 @@ from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply, straight_through_product
+from jax_ep.ops.matmul.gated import ACTIVATIONS
 from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
 from jax_ep.ops.moe.path import unexpanded
+from jax_ep.ops.moe.quotas import expert_of_rows
 from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
-from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, split_biases, with_bias
+from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, product_biases, sums_by_expert, with_bias
 
 ProductFunction = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
@@ -121,9 +124,10 @@ def plain_answers(
     if call.weigh_inputs:
         rows = weighed(rows, routing.by_row(routing.weights, 0))
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
-    products = checkpoint_name(tuple(multiply(rows, matrix, sizes) for matrix in experts.first_matrices), PRODUCTS)
-    first_biases, down_bias = split_biases(experts, experts.biases)
-    inner = call.unit(products, first_biases, sizes, parameters).astype(rows.dtype)
+    first_biases, down_bias = product_biases(experts)
+    first = zip(experts.first_matrices, first_biases, strict=True)
+    products = tuple(with_bias(multiply(rows, matrix, sizes), bias, sizes) for matrix, bias in first)
+    inner = call.unit(checkpoint_name(products, PRODUCTS), parameters).astype(rows.dtype)
     answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(rows.dtype)
     return with_bias(answers, down_bias, sizes), routing
 
@@ -181,8 +185,14 @@ def answers_of(
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
     inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
     multiply: Any = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
-    answers = multiply(inner, residuals.experts.down, residuals.sizes)
-    return with_bias(answers, split_biases(residuals.experts, residuals.experts.biases)[1], residuals.sizes), products
+    down, sizes, (_, bias) = residuals.experts.down, residuals.sizes, product_biases(residuals.experts)
+
+    def composed(inner: Any, sizes: jax.Array, down: Any, bias: jax.Array | None) -> jax.Array:
+        return with_bias(multiply(inner, down, sizes), bias, sizes)
+
+    if bias is None or call.in_float8:
+        return composed(inner, sizes, down, bias), products
+    return matmul.biased_product(composed, inner, sizes, down, bias), products
 
 
 def _up_and_gate(
@@ -190,28 +200,41 @@ def _up_and_gate(
 ) -> tuple[jax.Array | Float8Rows, Products]:
     """The unit of the products by gate and up, and these products.
 
-    On Hopper one kernel computes all, if the unit is known and has no biases. In float8 the kernel keeps no products,
+    On Hopper one kernel computes all, if the unit is known. In float8 the kernel takes no biases, keeps no products,
     and quantizes its result for the product by down.
     """
-    biases, _ = split_biases(residuals.experts, residuals.experts.biases)
+    experts, sizes = residuals.experts, residuals.sizes
+    rows: Any = residuals.rows
+    matrices, (biases, _) = experts.first_matrices, product_biases(experts)
     multiply: Any = partial(quantize_and_multiply, dtype=dtype) if call.in_float8 else matmul.rows_product
 
-    def composed(rows: Any, sizes: jax.Array, *matrices: Any) -> tuple[jax.Array, Products]:
-        products = tuple(multiply(rows, matrix, sizes) for matrix in matrices)
-        return call.unit(products, biases, sizes, residuals.parameters), products if keep_products else ()
+    def composed(rows: Any, sizes: jax.Array, *operands: Any) -> tuple[jax.Array, Products]:
+        split = len(matrices)
+        added = operands[split:] or (None,) * split
+        products = tuple(
+            with_bias(multiply(rows, matrix, sizes), bias, sizes)
+            for matrix, bias in zip(operands[:split], added, strict=True)
+        )
+        return call.unit(products, residuals.parameters), products if keep_products else ()
 
     def composed_to_float8(*operands: Any) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
 
-    known = call.unit.known if all(bias is None for bias in biases) else None
-    rows: Any = residuals.rows
-    operands, matrices = (rows, residuals.sizes), residuals.experts.first_matrices
+    given = [bias for bias in biases if bias is not None]
+    if given:  # a kernel takes all biases or none
+        zeros = jnp.zeros_like(given[0])
+        biases = tuple(zeros if bias is None else bias for bias in biases)
+    added: Any = biases if given else ()
+    known = call.unit.known
     if known is not None and not call.in_float8:
-        inner, products = matmul.gated_product(known, composed, *operands, *matrices, keep_products=keep_products)
-    elif known is not None and not keep_products and dtype == jnp.bfloat16:
-        return gated_product_to_float8(known, composed_to_float8, *operands, *map(as_float8_weights, matrices)), ()
-    else:
-        inner, products = composed(*operands, *matrices)
+        inner, products = matmul.gated_product(
+            known, composed, rows, sizes, matrices, added, keep_products=keep_products
+        )
+        return inner, checkpoint_name(products, PRODUCTS)
+    if known is not None and not (given or keep_products) and dtype == jnp.bfloat16 and known.activation in ACTIVATIONS:
+        in_float8 = map(as_float8_weights, matrices)
+        return gated_product_to_float8(known.activation, composed_to_float8, rows, sizes, *in_float8), ()
+    inner, products = composed(rows, sizes, *matrices, *added)
     return inner, checkpoint_name(products, PRODUCTS)
 
 
@@ -242,7 +265,7 @@ def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> 
 
 def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) -> Operands:
     rows, sizes, routing, _, experts, _ = residuals
-    group, (_, down_bias) = call.dispatch.group, split_biases(experts, experts.biases)
+    group, (_, down_bias) = call.dispatch.group, product_biases(experts)
 
     d_answers: Rows  # not yet weighed
     if isinstance(rows, GatheredRows):
@@ -250,17 +273,12 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     else:
         d_answers = gradients.scatter(group, d_combined, routing)
     dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
-    weighed_inner, d_products, d_row_weights, d_biases, d_parameters = _unit_cotangents(
+    weighed_inner, d_products, d_row_weights, d_parameters = _unit_cotangents(
         call, residuals, d_answers, row_weights, dtype
     )
     d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
     if down_bias is not None:
-
-        def bias_term(row_weights: jax.Array, bias: jax.Array) -> jax.Array:
-            return row_weights[:, None] * bias_of_rows(bias, sizes, row_weights.shape[0])
-
-        pull = jax.vjp(bias_term, row_weights, down_bias)[1]
-        by_bias, d_down_bias = pull(dense_rows(d_answers).astype(jnp.float32))
+        d_down_bias, by_bias = _down_bias_cotangents(down_bias, d_answers, sizes, row_weights, routing)
         d_row_weights += by_bias
 
     wide: Any = rows if isinstance(rows, GatheredRows) else as_array(rows, dtype)
@@ -273,25 +291,52 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     matrices = tuple(as_array(matrix, dtype) for matrix in experts.first_matrices)
     d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
-    d_biases = (*d_biases, d_down_bias) if len(d_biases) == 2 else (None, *d_biases, d_down_bias)
+
+    def biases_of(biases: Any) -> Any:
+        return product_biases(dataclasses.replace(experts, biases=biases))
+
+    d_first_biases = tuple(
+        None if bias is None else sums_by_expert(sizes, each)
+        for bias, each in zip(product_biases(experts)[0], d_products, strict=True)
+    )
+    (d_biases,) = jax.vjp(biases_of, experts.biases)[1]((d_first_biases, d_down_bias))
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
     return Operands(d_tokens, None, d_weights, d_experts, d_parameters)
 
 
 def _unit_cotangents(
     call: ExpertsCall, residuals: Residuals, d_answers: Rows, row_weights: jax.Array, dtype: Any
-) -> tuple[jax.Array, Products, jax.Array, Any, Any]:
-    """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, of the
-    biases and of the unit's parameters."""
+) -> tuple[jax.Array, Products, jax.Array, Any]:
+    """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, and of the
+    unit's parameters."""
     _, sizes, _, products, experts, parameters = residuals
-
-    def unit(products: Products, biases: Any, parameters: tuple[jax.Array, ...]) -> jax.Array:
-        return call.unit(products, biases, sizes, parameters)
-
-    inner, pull = jax.vjp(unit, products, split_biases(experts, experts.biases)[0], parameters)
+    inner, pull = jax.vjp(call.unit, products, parameters)
     back = matmul.lhs_gradient(d_answers, as_array(experts.down, dtype), sizes)
-    d_products, d_biases, d_parameters = pull(weighed(back, row_weights))
-    return weighed(inner, row_weights), d_products, inner_products(back, inner), d_biases, d_parameters
+    d_products, d_parameters = pull(weighed(back, row_weights))
+    return weighed(inner, row_weights), d_products, inner_products(back, inner), d_parameters
+
+
+def _down_bias_cotangents(
+    bias: jax.Array, d_answers: Rows, sizes: jax.Array, row_weights: jax.Array, routing: Routing
+) -> tuple[jax.Array, jax.Array]:
+    """The cotangents of the bias of down [E / R, H] and, by the bias, of the rows' weights [C]."""
+    if not isinstance(d_answers, GatheredRows):
+        d_bias = sums_by_expert(sizes, d_answers.astype(jnp.float32) * row_weights[:, None])
+        by_weight = inner_products(d_answers, bias_of_rows(bias, sizes, row_weights.shape[0]))
+        return d_bias.astype(bias.dtype), by_weight
+    # All rows are those of this rank's tokens. Products with the tokens' cotangents [T, H] read fewer bytes than sums
+    # of rows [C, H] do. Weights are split into two summands, whose products are exact in float32.
+    product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+    tokens, expert_of_row = d_answers.matrix, expert_of_rows(sizes, row_weights.shape[0])
+    expert = of_assignments(expert_of_row, routing)[0]
+    weight = of_assignments(row_weights, routing)[0]
+    is_expert = expert[:, :, None] == jnp.arange(bias.shape[0], dtype=expert.dtype)
+    weights = jnp.sum(jnp.where(is_expert, weight[:, :, None], 0), axis=1)
+    high = weights.astype(bias.dtype)
+    low = (weights - high.astype(jnp.float32)).astype(bias.dtype)
+    d_bias = product("te,th->eh", high, tokens) + product("te,th->eh", low, tokens)
+    by_weight = product("th,eh->te", tokens, bias).at[d_answers.indices, expert_of_row].get(mode="clip")
+    return d_bias.astype(bias.dtype), by_weight
 
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:

@@ -2,19 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Weights
+from jax_ep._kit.linear import linear
+from jax_ep.ops.matmul.gated import ACTIVATIONS, ActivationName, ClampedSwiglu, KnownUnit, known_unit
 from jax_ep.ops.moe.quotas import expert_of_rows
-from jax_ep.pallas_kernels import ACTIVATIONS, ActivationName
 
 Activation = Callable[[jax.Array], jax.Array]
 Matrix = jax.Array | Float8Weights
 Biases = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # of gate, up, down
+NO_BIASES: Biases = (None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +42,15 @@ class Experts:
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
         None; added to the products.
       activation: static. "silu", "gelu" (by tanh) or "relu", for the functions of `jax.nn`; an elementwise function
-        with activation(0) finite; or `Gated(function)` of both products. Functions are compared by identity: define
-        yours once, or `jax.jit` compiles again.
+        with activation(0) finite; or, of both products, `ClampedSwiglu()`, its name "clamped_swiglu", or
+        `Gated(function)`. Functions are compared by identity: define yours once, or `jax.jit` compiles again.
     """
 
     gate: Any
     up: Any
     down: Any
     biases: Biases | None = dataclasses.field(default=None, kw_only=True)
-    activation: ActivationName | Activation | Gated = dataclasses.field(
+    activation: ActivationName | Activation | ClampedSwiglu | Gated = dataclasses.field(
         default="silu", kw_only=True, metadata={"static": True}
     )
 
@@ -65,9 +67,18 @@ class Experts:
         return tuple(getattr(self, name) for name in self.first_names)
 
 
-def split_biases(experts: Experts, biases: Any) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
-    """The biases of the first products of `experts`, and the bias of down; or their tangents."""
-    return (biases[1:2] if experts.gate is None else biases[:2]), biases[2]
+def product_biases(experts: Experts) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
+    """The biases that belong to each of `experts.first_matrices`, each [..., N] or None, and the bias of down."""
+    gate, up, down = experts.biases or NO_BIASES
+    if experts.gate is None:
+        return (up,), down
+    if experts.up is not None:
+        return (gate, up), down
+    some = up if gate is None else gate
+    if some is None:
+        return (None,), down
+    both = [jnp.zeros_like(some) if bias is None else bias for bias in (gate, up)]
+    return (jnp.concatenate(both, axis=-1),), down
 
 
 class Unit(NamedTuple):
@@ -76,24 +87,16 @@ class Unit(NamedTuple):
     function: Callable[..., jax.Array]  # elementwise, of the products by gate and up, or of the product by up
     operands: int  # of the function
     splits: bool  # gate and up come as one product
-    known: str | None  # the activation's name, if kernels of gated products have it
+    known: KnownUnit | None  # if kernels of gated products have it
 
-    def __call__(
-        self,
-        products: tuple[jax.Array, ...],
-        biases: tuple[jax.Array | None, ...],
-        group_sizes: jax.Array | None = None,
-        parameters: tuple[jax.Array, ...] = (),
-    ) -> jax.Array:
+    def __call__(self, products: tuple[jax.Array, ...], parameters: tuple[jax.Array, ...] = ()) -> jax.Array:
         """[C, F] in the dtype of the products, however the function promotes.
 
         Args:
-          biases: of gate and up, or of the one product.
-          group_sizes: None for experts without a first axis.
+          products: with their biases.
           parameters: the parameters that `closed_over` returned.
         """
         parts = jnp.split(products[0], 2, axis=1) if self.splits else products
-        parts = [with_bias(part, bias, group_sizes) for part, bias in zip(parts, biases, strict=True)]
         return self.function(*parts, *parameters).astype(products[0].dtype)
 
 
@@ -105,9 +108,11 @@ def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
     """
     splits: bool = experts.up is None
     activation: Any = experts.activation
+    if experts.gate is None and (isinstance(activation, Gated | ClampedSwiglu) or activation == "clamped_swiglu"):
+        raise ValueError(
+            f"{op}: {name}.activation must be of one argument where {name}.gate is None, got {activation!r}"
+        )
     if isinstance(activation, Gated):
-        if experts.gate is None:
-            raise ValueError(f"{op}: {name}.activation must be of one argument where {name}.gate is None, got Gated")
         if not callable(activation.function):
             raise TypeError(
                 f"{op}: {name}.activation must be Gated of a function of two arrays, got {activation.function!r}"
@@ -116,20 +121,20 @@ def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
     if isinstance(activation, str):
         checks.check_one_of(op, f"{name}.activation", activation, ActivationName)
     elif not callable(activation):
-        names = ", ".join(map(repr, ACTIVATIONS))
+        names = ", ".join(map(repr, get_args(ActivationName)))
         raise TypeError(f"{op}: {name}.activation must be a function, Gated or one of {names}, got {activation!r}")
-    known: str | None = next(
-        (known for known, function in ACTIVATIONS.items() if activation in (known, function)), None
-    )
     given: Any = activation
-    function = ACTIVATIONS[known] if known is not None else _elementwise(op, name, given)
     if experts.gate is None:
+        function = ACTIVATIONS.get(given) or _elementwise(op, name, given)
         return Unit(function, 1, splits=False, known=None)
+    if known := known_unit(activation):
+        return Unit(known.function, 2, splits, known)
+    function = _elementwise(op, name, given)
 
     def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
         return function(gate) * up
 
-    return Unit(gated, 2, splits, known)
+    return Unit(gated, 2, splits, None)
 
 
 def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,12 +167,21 @@ def with_bias(product: jax.Array, bias: jax.Array | None, group_sizes: jax.Array
     """Each row [C, N] plus the bias [E / R, N] of its expert; without `group_sizes`, plus the one bias [N]."""
     if bias is None or group_sizes is None:
         return product if bias is None else product + bias
-    return product + bias_of_rows(bias, group_sizes, product.shape[0]).astype(bias.dtype)
+    return product + bias_of_rows(bias, group_sizes, product.shape[0])
 
 
 def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Array:
-    """[C, N] float32: the bias [E / R, N] of each row's expert, and 0 after the last expert's rows.
+    """[C, N]: the bias [E / R, N] of each row's expert, and 0 after the last expert's rows."""
 
-    The result is float32, so that its gradient is summed in float32. The gradient ignores rows after the last expert's.
-    """
-    return bias.astype(jnp.float32).at[expert_of_rows(group_sizes, rows)].get(mode="fill", fill_value=0)
+    def forward(group_sizes: jax.Array, bias: jax.Array) -> jax.Array:
+        return bias.at[expert_of_rows(group_sizes, rows)].get(mode="fill", fill_value=0)
+
+    return linear(forward, sums_by_expert, group_sizes, bias)
+
+
+def sums_by_expert(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
+    """[E / R, N]: the sum of each expert's rows [C, N], in float32 and rounded once. Ignores rows after the last."""
+    experts = expert_of_rows(group_sizes, rows.shape[0])
+    wide = rows.astype(jnp.float32)
+    sums = jax.ops.segment_sum(wide, experts, group_sizes.shape[0], indices_are_sorted=True)
+    return sums.astype(rows.dtype)
