@@ -17,31 +17,49 @@ from jax_ep.pallas_kernels.varying import result_type
 BLOCK = 128  # values that share a float32 scale
 LARGEST = 448.0  # of float8_e4m3fn
 
+# In an array of up to 2^32 bytes Pallas' offsets have 31 bits and a sign, which is too little for values of one byte.
+MOST_BYTES = 2**31
+
 
 def quantize_matrices(matrices: jax.Array, *, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """The transposed matrices in float8. A program reads a block of 128 x 128 values once.
 
+    A result of more than 2 GiB is computed in parts, which are then copied together.
+
     Args:
-      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128.
+      matrices: [G, K, N] of bfloat16, float16 or float32, K and N multiples of 128, K at most 2^24.
       interpret: run without a GPU.
 
     Returns:
       [G, N, K] uint8, the bits of float8_e4m3fn, and [G, N / 128, K / 128] float32, the scales.
     """
     groups, k, n = matrices.shape
-    blocks = (n // BLOCK, k // BLOCK)
+    blocks = groups * n // BLOCK  # along the rows of the result, of all matrices
+    step = MOST_BYTES // (k * BLOCK)
+    parts = [_quantize_part(matrices, first, min(step, blocks - first), interpret) for first in range(0, blocks, step)]
+    bits, scales = map(jnp.concatenate, zip(*parts, strict=True))
+    return bits.reshape(groups, n, k), scales.reshape(groups, n // BLOCK, k // BLOCK)
+
+
+def _quantize_part(matrices: jax.Array, first: int, count: int, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """`count` blocks of rows of the results, [count * 128, K] and [count, K / 128], from block `first` on."""
+    _, k, n = matrices.shape
+    columns = n // BLOCK
+
+    def source(block: Any, row: Any) -> tuple[Any, ...]:
+        return (first + block) // columns, row, (first + block) % columns
 
     def result(*block: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *block), lambda column, row, g: (g, column, row))
+        return pl.BlockSpec(block, lambda block, row: (block, row))
 
     return pl.pallas_call(
         _quantize_block,
         out_shape=(
-            result_type((groups, n, k), jnp.uint8, matrices),
-            result_type((groups, *blocks), jnp.float32, matrices),
+            result_type((count * BLOCK, k), jnp.uint8, matrices),
+            result_type((count, k // BLOCK), jnp.float32, matrices),
         ),
-        grid=(*blocks, groups),
-        in_specs=[pl.BlockSpec((None, BLOCK, BLOCK), lambda column, row, g: (g, row, column))],
+        grid=(count, k // BLOCK),
+        in_specs=[pl.BlockSpec((None, BLOCK, BLOCK), source)],
         out_specs=(result(BLOCK, BLOCK), result(1, 1)),
         compiler_params=triton.CompilerParams(num_warps=8),
         interpret=interpret,

@@ -1,6 +1,8 @@
 """The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU: what
 test_ragged_dot does not reach."""
 
+import re
+from functools import partial
 from typing import Any
 
 import helpers
@@ -10,11 +12,12 @@ import matrix_forms
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 from test_float8_products import assert_rounded
 
 from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
-from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, quantize_matrices
+from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, quantize, quantize_matrices
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -57,16 +60,26 @@ def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generat
     np.testing.assert_allclose(helpers.wide(out), wanted, rtol=2 * unit, atol=5e-5)  # 1 + tanh cancels
 
 
+def dequantized(bits: jax.Array, scales: jax.Array) -> np.ndarray:
+    """[G, K, N] float32."""
+    values = np.asarray(bits).view(jnp.float8_e4m3fn).astype(np.float32).reshape(-1, *bits.shape[-2:])
+    each = np.asarray(scales).reshape(-1, *scales.shape[-2:])
+    return (values * np.repeat(np.repeat(each, 128, axis=1), 128, axis=2)).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("most_bytes", [2**31, 4 * 256 * 128])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
-def test_quantized_matrices(dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_quantized_matrices(
+    dtype: np.dtype, most_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in parts, which are not whole matrices."""
+    monkeypatch.setattr(quantize, "MOST_BYTES", most_bytes)
     drawn = rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))
     matrices = drawn.clip(-6e4, 6e4).astype(dtype)  # what float16 holds
     matrices[1, :128, 128:256] = 0
     spoiled = matrices.copy()
     spoiled[2, 130, 7] = np.nan
-    bits, scales = helpers.fetch(quantize_matrices(jnp.asarray(spoiled), interpret=INTERPRET))
-    found = bits.view(jnp.float8_e4m3fn).astype(np.float32) * np.repeat(np.repeat(scales, 128, axis=1), 128, axis=2)
-    found = found.swapaxes(1, 2)
+    found = dequantized(*helpers.fetch(quantize_matrices(jnp.asarray(spoiled), interpret=INTERPRET)))
     assert np.isnan(found[2, 128:, :128]).all()
     found[2, 128:, :128] = matrices[2, 128:, :128] = 0
     assert_rounded(found, matrices)
@@ -88,6 +101,49 @@ def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("name", ["rows", "outer", "quantize"])
+def test_offsets_in_large_arrays(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Offsets have 64 bits in every array of more than 2^31 values; or no call has such an array."""
+    monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, debug=True))  # prints what Triton compiles
+    product = {
+        "rows": lambda rows, matrices, sizes: grouped_matmul(rows, (matrices,), sizes),
+        "outer": lambda rows, matrices, sizes: grouped_outer(rows, rows, sizes),
+        "quantize": lambda rows, matrices, sizes: quantize_matrices(matrices),
+    }[name]
+    shapes = ((2**20, 4096), jnp.bfloat16), ((160, 4096, 4096), jnp.bfloat16), ((160,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(H200):
+        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        traced.lower(lowering_platforms=("cuda",))
+    calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "pallas_call"]
+    arrays = [var.aval for eqn in calls for var in (*eqn.invars, *eqn.outvars)]
+    narrow = {x.dtype.itemsize for x in arrays if x.size <= 2**31}
+    wide = {x.dtype.itemsize for x in arrays if x.size > 2**31}
+    assert wide == {2}
+    assert narrow == ({1, 4} if name == "quantize" else {4})
+    offsets = re.findall(r"tt\.addptr .*!tt\.ptr<bf16>>?, (?:tensor<[\dx]+)?(i\d+)", capsys.readouterr().out)
+    assert set(offsets) == {"i64"}
+
+
+def test_arrays_of_more_than_2_31_values(rng: np.random.Generator) -> None:
+    """Each kernel reads or writes bfloat16 [160, 7168, 2048]."""
+    if INTERPRET or jax.devices()[0].memory_stats()["bytes_limit"] < 16 * 2**30:
+        pytest.skip("needs a GPU with 16 GiB")
+    groups, k, n = 160, 7168, 2048
+    lhs, rhs = (jnp.asarray(rng.standard_normal((2 * groups, columns)), jnp.bfloat16) for columns in (k, n))
+    sizes = jnp.full(groups, 2)
+    matrices = grouped_outer(lhs, rhs, sizes)
+    products = grouped_matmul(lhs, (matrices,), sizes)[0]
+    bits, scales = quantize_matrices(matrices)
+    for group in (0, groups // 2, groups - 14, groups - 13, groups - 1):  # the parts of `bits` meet in 146.3
+        rows = slice(2 * group, 2 * group + 2)
+        left, right, matrix = (helpers.wide(x).astype(float) for x in (lhs[rows], rhs[rows], matrices[group]))
+        np.testing.assert_allclose(matrix, left.T @ right, rtol=2.0**-8, atol=1e-5)
+        np.testing.assert_allclose(helpers.wide(products[rows]), left @ matrix, rtol=2.0**-7, atol=1)
+        assert_rounded(dequantized(bits[group], scales[group]), matrix[None])
 
 
 @pytest.mark.parametrize(
