@@ -10,3 +10,4 @@ from jax_ep.pallas_kernels.quantize import (
     blocks_to_float8 as blocks_to_float8,
     quantize_matrices as quantize_matrices,
 )
+from jax_ep.pallas_kernels.sums import SumTiling as SumTiling, sum_segments as sum_segments

@@ -1,0 +1,290 @@
+"""Sums of rows by segment, added in one order, for GPUs that Triton compiles for.
+
+A segment's entries are cut into parts of 32, counted from its first entry. The entries of a part are added in order,
+then the sums of the parts, by plain float32 additions. How programs share the work does not change this order.
+
+The first kernel adds up the first part of every segment, which is all of a segment of at most 32 entries. The second
+adds up further parts, and the third adds up the parts of each long segment. A row is read once. No memory is cleared.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jax_ep.pallas_kernels.varying import result_type, vary_alike
+
+PART = 32  # entries
+_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+_FAN_OUT = 32  # of a search
+
+
+class SumTiling(NamedTuple):
+    """How sums are cut. A program adds up parts of `segments` segments, in `columns` columns.
+
+    `ahead`: entries of a part, or parts of a long segment, that are loaded before they are added.
+    """
+
+    segments: int
+    columns: int
+    ahead: int = 4
+    warps: int = 4
+    long_columns: int = 64  # of the programs that add up the parts of a long segment
+    long_ahead: int = 32
+
+
+def sum_tiling(columns: int) -> SumTiling:
+    """Tiles of about 1,024 values."""
+    wide = min(1024, _power_of_two(columns))
+    return SumTiling(max(1, min(64, 1024 // wide)), wide, long_columns=min(64, wide))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def sum_segments(
+    values: jax.Array,
+    starts: jax.Array,
+    *,
+    order: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    dtype: Any = None,
+    tiling: SumTiling | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """out[s] = scale[s] * the sum of weights[j] * values[order[j]] over the entries j of segment s.
+
+    The entries of segment s are starts[s], ..., starts[s + 1] - 1. A segment without entries has a sum of 0. Every sum
+    begins with 0, so a sum of -0 is 0. A product with a weight may be fused with its addition.
+
+    Args:
+      values: [N, D] of bfloat16, float16 or float32.
+      starts: [S + 1] int32 or int64, not decreasing. Bounds outside [0, M] are clamped.
+      order: [M] int32 or int64, the rows of `values`. An entry outside [0, N) adds nothing. None: row j, and M = N.
+      weights: [M] floats. None: 1.
+      scale: [S] floats. None: 1.
+      dtype: of the result. Default: the dtype of `values`.
+      tiling: default: `sum_tiling`.
+      interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
+
+    Returns:
+      [S, D]. Under `jax.vmap` one element of the batch is computed after the other.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
+    """
+    _check("values", values, "[N, D]", _DTYPES)
+    entries, segments = values.shape[0] if order is None else order.shape[0], starts.shape[0] - 1
+    _check("starts", starts, "[S + 1]", (np.integer,))
+    if segments < 0:
+        raise ValueError("sum_segments: starts must have at least one element, got (0,)")
+    for name, x, layout, size, kind in (
+        ("order", order, "[M]", entries, np.integer),
+        ("weights", weights, "[M]", entries, np.floating),
+        ("scale", scale, "[S]", segments, np.floating),
+    ):
+        if x is not None:
+            _check(name, x, layout, (kind,))
+            if x.shape != (size,):
+                raise ValueError(f"sum_segments: {name} must have shape {layout} = ({size},), got {x.shape}")
+    if max(values.shape[0], entries) >= 2**31 or segments >= 2**30:
+        raise ValueError(
+            "sum_segments: values must have fewer than 2**31 rows and entries, and starts fewer than 2**30 segments, "
+            f"got {values.shape[0]}, {entries} and {segments}"
+        )
+    dtype = np.dtype(values.dtype if dtype is None else dtype)
+    given = {"order": order, "weights": weights, "scale": scale}
+    names = [name for name, x in given.items() if x is not None]
+    operands = vary_alike(values, starts, *(given[name] for name in names))
+    if not (entries and segments and values.size):
+        return jnp.zeros_like(operands[0], dtype, shape=(segments, values.shape[1]))
+    tiling = tiling or sum_tiling(values.shape[1])
+    return sequential_vmap(partial(_sum, names, entries, dtype, tiling, interpret))(*operands)
+
+
+def _check(name: str, x: Any, layout: str, kinds: tuple[Any, ...]) -> None:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"sum_segments: {name} must be an array, got {type(x).__name__}")
+    if x.ndim != layout.count(",") + 1:
+        raise ValueError(f"sum_segments: {name} must have shape {layout}, got {x.shape}")
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        wanted = ", ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in kinds)
+        raise TypeError(f"sum_segments: {name} must be of dtype {wanted}, got {x.dtype}")
+
+
+def _sum(
+    names: list[str],
+    entries: int,
+    dtype: np.dtype,
+    tiling: SumTiling,
+    interpret: bool,
+    values: jax.Array,
+    starts: jax.Array,
+    *others: jax.Array,
+) -> jax.Array:
+    width, segments = values.shape[1], starts.shape[0] - 1
+    windows = pl.cdiv(entries, PART)  # of the entries. In each at most one further part and one long segment begin
+    given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
+    wide, narrow = pl.cdiv(width, tiling.columns), pl.cdiv(width, tiling.long_columns)
+
+    def call(body: Any, rows: int, columns: int, results: list[Any], warps: int, **more: Any) -> list[jax.Array]:
+        """`more`: operands, of which `sums` is written in place."""
+        operands = given | more
+
+        def named(*refs: Any) -> None:
+            body(dict(zip(operands, refs, strict=False)), *refs[len(operands) :], entries=entries, tiling=tiling)
+
+        anywhere = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            named,
+            out_shape=tuple(results),
+            grid=(columns, rows),
+            in_specs=[anywhere] * len(operands),
+            out_specs=tuple([anywhere] * len(results)),
+            input_output_aliases={list(operands).index("sums"): 0} if "sums" in operands else {},
+            compiler_params=triton.CompilerParams(num_warps=warps),
+            interpret=interpret,
+            name=body.__name__.strip("_"),
+        )(*operands.values())
+
+    sums = result_type((segments, width), dtype, values)
+    parts = result_type((windows, width), np.float32, values)
+    owners = result_type((windows,), np.int32, values)
+    if entries <= PART:
+        return call(_sum_first_parts, pl.cdiv(segments, tiling.segments), wide, [sums], tiling.warps)[0]
+    short, firsts = call(_sum_first_parts, pl.cdiv(segments, tiling.segments), wide, [sums, parts], tiling.warps)
+    further, owner = call(_sum_further_parts, pl.cdiv(windows, tiling.segments), wide, [parts, owners], tiling.warps)
+    in_place = {"firsts": firsts, "further": further, "owner": owner, "sums": short}
+    return call(_sum_long_segments, windows, narrow, [sums], 1, **in_place)[0]
+
+
+def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entries: int, tiling: SumTiling) -> None:
+    """Sums of short segments, and of the first parts of long ones, by the window in which they begin."""
+    segment = pl.program_id(1) * tiling.segments + jnp.arange(tiling.segments, dtype=jnp.int32)
+    column = _columns(tiling.columns)
+    inside = segment < out.shape[0]
+    segment = jnp.where(inside, segment, 0)
+    begin, end = _bounds(refs["starts"], segment, entries)
+    size = jnp.where(inside, end - begin, 0)
+    total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, tiling.ahead)
+    if firsts is not None:
+        _store(firsts, size > PART, begin // PART, column, total)
+    if "scale" in refs:
+        total *= triton.load(refs["scale"].at[segment]).astype(jnp.float32)[:, None]
+    _store(out, inside & (size <= PART), segment, column, total)
+
+
+def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, tiling: SumTiling) -> None:
+    """The sum of the further part that begins in a window, and the long segment that has the window's first entry."""
+    windows, segments = further.shape[0], refs["starts"].shape[0] - 1
+    window = pl.program_id(1) * tiling.segments + jnp.arange(tiling.segments, dtype=jnp.int32)
+    column = _columns(tiling.columns)
+    first = jnp.minimum(window, windows - 1) * PART
+    segment = _segment_of(refs["starts"], first)
+    found = (window < windows) & (segment >= 0) & (segment < segments)
+    begin, end = _bounds(refs["starts"], jnp.where(found, segment, 0), entries)
+    found &= end - begin > PART
+    triton.store(owner.at[window], jnp.where(found, segment, -1), mask=window < windows)
+    part = begin + pl.cdiv(first - begin, PART) * PART
+    found &= (part > begin) & (part < end)
+    size = jnp.where(found, jnp.minimum(end - part, PART), 0)
+    _store(further, found, window, column, _sum_parts(refs, part, size, column, tiling.ahead))
+
+
+def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, tiling: SumTiling) -> None:
+    """The sum of the long segment whose entries begin a window here for the first time."""
+    window, width, further = pl.program_id(1), out.shape[1], refs["further"]
+    column = _columns(tiling.long_columns)
+    segment = refs["owner"][window]
+    begin, end = _bounds(refs["starts"], jnp.maximum(segment, 0), entries)
+    found = (segment >= 0) & (window == pl.cdiv(begin, PART))
+    first, parts = begin // PART, pl.cdiv(end - begin, PART)
+
+    def load(ref: Any, part: Any) -> jax.Array:
+        valid = found & (part < parts)
+        return triton.load(ref.at[jnp.where(valid, first + part, 0), column], mask=valid & (column < width), other=0.0)
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        loaded = [load(further, 1 + i * tiling.long_ahead + j) for j in range(tiling.long_ahead)]
+        for each in loaded:
+            total += each
+        return total
+
+    steps = jnp.where(found, pl.cdiv(parts - 1, tiling.long_ahead), 0)
+    total = jax.lax.fori_loop(0, steps, add, load(refs["firsts"], 0))
+    if "scale" in refs:
+        total *= refs["scale"][jnp.maximum(segment, 0)].astype(jnp.float32)
+    triton.store(out.at[jnp.maximum(segment, 0), column], total.astype(out.dtype), mask=found & (column < width))
+
+
+def _columns(count: int) -> jax.Array:
+    return pl.program_id(0) * count + jnp.arange(count, dtype=jnp.int32)
+
+
+def _bounds(starts: Any, segment: jax.Array, entries: int) -> tuple[jax.Array, jax.Array]:
+    """int32: the first entry of each segment, and the end of its entries."""
+    begin, end = (jnp.minimum(jnp.maximum(triton.load(starts.at[segment + i]), 0), entries) for i in (0, 1))
+    return begin.astype(jnp.int32), jnp.maximum(begin, end).astype(jnp.int32)
+
+
+def _store(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
+    rows, width = ref.shape
+    at = ref.at[
+        jnp.where(mask, row, rows)[:, None], column[None, :]
+    ]  # in interpret mode, what is masked is written back
+    triton.store(at, values.astype(ref.dtype), mask=mask[:, None] & (column < width)[None, :])
+
+
+def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:
+    """The last segment that begins at or before an entry: -1 or starts.size - 1 if the entry is outside of all.
+
+    Every step divides the range by `_FAN_OUT`, as a step takes as long as a load.
+    """
+    span = _FAN_OUT
+    while span <= starts.shape[0]:
+        span *= _FAN_OUT
+    least = jnp.zeros_like(entry)  # how many begin at or before the entry, at least; fewer than `span` more
+    while span > 1:
+        span //= _FAN_OUT
+        pivot = least[:, None] + jnp.arange(_FAN_OUT, dtype=jnp.int32)[None, :] * span
+        inside = (pivot > least[:, None]) & (pivot <= starts.shape[0])
+        start = triton.load(starts.at[jnp.where(inside, pivot - 1, 0)])
+        least += span * jnp.sum((inside & (start <= entry[:, None])).astype(jnp.int32), axis=1)
+    return least - 1
+
+
+def _sum_parts(refs: dict[str, Any], begin: jax.Array, size: jax.Array, column: jax.Array, ahead: int) -> jax.Array:
+    """[P, columns] float32: the sums of parts, of `size` [P] entries from `begin` [P] on."""
+    values = refs["values"]
+    rows, width = values.shape
+
+    def load(i: Any) -> jax.Array:
+        valid = i < size
+        entry = jnp.where(valid, begin + i, 0)
+        row = entry
+        if "order" in refs:
+            row = triton.load(refs["order"].at[entry], mask=valid, other=0)
+            valid &= (row >= 0) & (row < rows)
+            row = jnp.where(valid, row, 0).astype(jnp.int32)
+        mask = valid[:, None] & (column < width)[None, :]
+        loaded = triton.load(values.at[row[:, None], column[None, :]], mask=mask, other=0.0).astype(jnp.float32)
+        if "weights" in refs:
+            weight = triton.load(refs["weights"].at[entry], mask=valid, other=0.0).astype(jnp.float32)
+            loaded *= weight[:, None]
+        return loaded
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        loaded = [load(1 + i * ahead + j) for j in range(ahead)]
+        for each in loaded:
+            total += each
+        return total
+
+    zeros = jnp.zeros((begin.shape[0], column.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, pl.cdiv(jnp.max(size) - 1, ahead), add, zeros + load(0))
