@@ -100,13 +100,12 @@ def sum_segments(
             f"got {values.shape[0]}, {entries} and {segments}"
         )
     dtype = np.dtype(values.dtype if dtype is None else dtype)
-    given = {"order": order, "weights": weights, "scale": scale}
-    names = [name for name, x in given.items() if x is not None]
-    operands = vary_alike(values, starts, *(given[name] for name in names))
+    given = {name: x for name, x in (("order", order), ("weights", weights), ("scale", scale)) if x is not None}
+    operands = vary_alike(values, starts, *given.values())
     if not (entries and segments and values.size):
         return jnp.zeros_like(operands[0], dtype, shape=(segments, values.shape[1]))
     tiling = tiling or sum_tiling(values.shape[1])
-    return sequential_vmap(partial(_sum, names, entries, dtype, tiling, interpret))(*operands)
+    return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
 
 
 def _check(name: str, x: Any, layout: str, kinds: tuple[Any, ...]) -> None:

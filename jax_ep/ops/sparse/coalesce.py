@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks, vary
+from jax_ep._kit.sums import Segments, sorted_with_order, sum_segments
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
+
+NO_PLACE = 2**31 - 1
 
 
 def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
@@ -28,16 +31,13 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     check_sparse_rows(op, "rows", rows)
     capacity = rows.indices.shape[0] if capacity is None else capacity
     checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
-    order = jnp.argsort(rows.masked_indices, stable=True)
-    ids = rows.masked_indices[order]
+    ids, order = sorted_with_order(rows.masked_indices)
     places, unique = places_of_sorted(ids, rows.num_rows)
-    summed = jax.ops.segment_sum(
-        rows.values[order].astype(jnp.float32), places, capacity, indices_are_sorted=True, mode="drop"
-    )
+    starts = starts_of_places(places, capacity)
     return replace(
         rows,
-        indices=jnp.full((capacity,), rows.num_rows, ids.dtype).at[places].set(ids, mode="drop"),
-        values=summed.astype(rows.values.dtype),
+        indices=ids.at[starts[:-1]].get(mode="fill", fill_value=rows.num_rows, indices_are_sorted=True),
+        values=sum_segments(rows.values, Segments(places, starts, order), rows.values.dtype),
         count=jnp.minimum(unique, capacity),
         ignored=rows.ignored + rows.count_outside(),
         dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
@@ -52,7 +52,16 @@ def places_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Arra
     valid = ids < num_rows
     first = valid & (jnp.diff(ids, prepend=-1) > 0)
     places = jnp.cumsum(first, dtype=jnp.int32) - 1
-    return jnp.where(valid, places, 2**31 - 1), jnp.sum(first, dtype=jnp.int32)
+    return jnp.where(valid, places, NO_PLACE), jnp.sum(first, dtype=jnp.int32)
+
+
+def starts_of_places(places: jax.Array, count: int) -> jax.Array:
+    """int32 [count + 1]: where each place begins in `places` [N], as of `places_of_sorted`, and the end of the last."""
+    first = jnp.diff(places, prepend=-1) != 0
+    present = jnp.sum(places != NO_PLACE, dtype=jnp.int32)
+    entry = jnp.arange(places.shape[0], dtype=jnp.int32)
+    starts = jnp.full((count + 1,), present)
+    return starts.at[jnp.where(first, places, NO_PLACE)].set(entry, mode="drop")
 
 
 def with_different_ids(rows: SparseRows) -> SparseRows:

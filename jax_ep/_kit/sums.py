@@ -1,0 +1,94 @@
+"""Sums of rows by segment and by id, with derivatives: equal operands give equal bits on every platform.
+
+GPUs sum by the Pallas kernels, entries in parts of 32. On other platforms `jax.ops.segment_sum` adds the entries in
+order; on a GPU it would add by atomics, in no order.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import pallas_kernels
+from jax_ep._kit import gemm
+from jax_ep._kit.batches import by_platform
+from jax_ep._kit.linear import linear
+
+
+class Segments(NamedTuple):
+    """Which entries of `rows` are added up: those of a segment are neighbours.
+
+    Attributes:
+      of: [M] int32. The segment of each entry, not decreasing; any outside [0, S) for the entries of none.
+      starts: [S + 1] int32. The first entry of each segment, and the end of the last one.
+      order: [M] int32, the row of each entry; all differ. None: entry j is row j.
+    """
+
+    of: jax.Array
+    starts: jax.Array
+    order: jax.Array | None = None
+
+
+def sum_segments(rows: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
+    """[N, D] -> [S, D]: the sum of each segment's rows in float32, rounded to `dtype`. Differentiable in `rows`."""
+    count, like = segments.starts.shape[0] - 1, rows.dtype
+
+    def by_xla(rows: jax.Array, segments: Segments) -> jax.Array:
+        return _segment_sum(_taken(rows, segments.order), segments.of, count, dtype, indices_are_sorted=True)
+
+    def by_kernel(rows: jax.Array, segments: Segments) -> jax.Array:
+        return pallas_kernels.sum_segments(rows, segments.starts, order=segments.order, dtype=dtype)
+
+    def back(segments: Segments, cotangent: jax.Array) -> jax.Array:
+        taken = _read(cotangent, segments.of).astype(like)
+        if segments.order is None:
+            return taken
+        home = jnp.zeros_like(taken, shape=rows.shape)
+        return home.at[segments.order].set(taken, unique_indices=True)
+
+    return linear(lambda segments, rows: _choose(by_xla, by_kernel)(rows, segments), back, segments, rows)
+
+
+def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any) -> jax.Array:
+    """[N, D], int32 [N] -> [count, D]: the sum of the rows of each id in float32, rounded once to `dtype`.
+
+    Ids outside [0, count) are left out. Differentiable in `rows`.
+    """
+    like = rows.dtype
+
+    def by_xla(rows: jax.Array, ids: jax.Array) -> jax.Array:
+        return _segment_sum(rows, ids, count, dtype)
+
+    def by_kernel(rows: jax.Array, ids: jax.Array) -> jax.Array:
+        ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count))
+        starts = jnp.searchsorted(ids, jnp.arange(count + 1, dtype=jnp.int32), method="scan_unrolled")
+        return pallas_kernels.sum_segments(rows, starts, order=order, dtype=dtype)
+
+    def back(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return _read(cotangent, ids).astype(like)
+
+    return linear(lambda ids, rows: _choose(by_xla, by_kernel)(rows, ids), back, ids, rows)
+
+
+def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sorted ids [N], and int32 [N]: where each was. Equal ids stay in order."""
+    order = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    return tuple(jax.lax.sort((ids, order), num_keys=1, is_stable=True))
+
+
+def _choose(by_xla: Callable[..., Any], by_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    platforms = gemm.pallas_platforms()
+    return by_platform(by_xla, **dict.fromkeys(platforms, by_kernel)) if platforms else by_xla
+
+
+def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: Any, **options: Any) -> jax.Array:
+    return jax.ops.segment_sum(rows.astype(jnp.float32), of, count, mode="drop", **options).astype(dtype)
+
+
+def _taken(rows: jax.Array, order: jax.Array | None) -> jax.Array:
+    return rows if order is None else rows[order]
+
+
+def _read(rows: jax.Array, at: jax.Array) -> jax.Array:
+    return rows.at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False)
