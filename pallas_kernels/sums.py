@@ -174,7 +174,7 @@ def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entr
     size = jnp.where(inside, end - begin, 0)
     total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, tiling.ahead)
     if firsts is not None:
-        _store(firsts, size > PART, begin // PART, column, total)
+        _store(firsts, size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
     if "scale" in refs:
         total *= triton.load(refs["scale"].at[segment]).astype(jnp.float32)[:, None]
     _store(out, inside & (size <= PART), segment, column, total)
@@ -191,7 +191,7 @@ def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entrie
     begin, end = _bounds(refs["starts"], jnp.where(found, segment, 0), entries)
     found &= end - begin > PART
     triton.store(owner.at[window], jnp.where(found, segment, -1), mask=window < windows)
-    part = begin + pl.cdiv(first - begin, PART) * PART
+    part = begin + _parts(first - begin) * PART
     found &= (part > begin) & (part < end)
     size = jnp.where(found, jnp.minimum(end - part, PART), 0)
     _store(further, found, window, column, _sum_parts(refs, part, size, column, tiling.ahead))
@@ -203,8 +203,8 @@ def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, tiling: 
     column = _columns(tiling.long_columns)
     segment = refs["owner"][window]
     begin, end = _bounds(refs["starts"], jnp.maximum(segment, 0), entries)
-    found = (segment >= 0) & (window == pl.cdiv(begin, PART))
-    first, parts = begin // PART, pl.cdiv(end - begin, PART)
+    found = (segment >= 0) & (window == _parts(begin))
+    first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)
 
     def load(ref: Any, part: Any) -> jax.Array:
         valid = found & (part < parts)
@@ -216,11 +216,16 @@ def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, tiling: 
             total += each
         return total
 
-    steps = jnp.where(found, pl.cdiv(parts - 1, tiling.long_ahead), 0)
+    steps = jnp.where(found, _parts(parts - 1, tiling.long_ahead), 0)
     total = jax.lax.fori_loop(0, steps, add, load(refs["firsts"], 0))
     if "scale" in refs:
         total *= refs["scale"][jnp.maximum(segment, 0)].astype(jnp.float32)
     triton.store(out.at[jnp.maximum(segment, 0), column], total.astype(out.dtype), mask=found & (column < width))
+
+
+def _parts(entries: jax.Array, size: int = PART) -> jax.Array:
+    """int32: how many parts so many entries make, also where ints have 64 bits."""
+    return jax.lax.div(entries + (size - 1), jnp.int32(size))
 
 
 def _columns(count: int) -> jax.Array:
@@ -255,7 +260,7 @@ def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:
         pivot = least[:, None] + jnp.arange(_FAN_OUT, dtype=jnp.int32)[None, :] * span
         inside = (pivot > least[:, None]) & (pivot <= starts.shape[0])
         start = triton.load(starts.at[jnp.where(inside, pivot - 1, 0)])
-        least += span * jnp.sum((inside & (start <= entry[:, None])).astype(jnp.int32), axis=1)
+        least += span * jnp.sum(inside & (start <= entry[:, None]), axis=1, dtype=jnp.int32)
     return least - 1
 
 
@@ -285,5 +290,6 @@ def _sum_parts(refs: dict[str, Any], begin: jax.Array, size: jax.Array, column: 
             total += each
         return total
 
-    zeros = jnp.zeros((begin.shape[0], column.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, pl.cdiv(jnp.max(size) - 1, ahead), add, zeros + load(0))
+    first = load(0)
+    first = jnp.where(first == 0, 0.0, first)  # as 0 + first, in which XLA's CPU compiler would keep a -0
+    return jax.lax.fori_loop(0, _parts(jnp.max(size) - 1, ahead), add, first)

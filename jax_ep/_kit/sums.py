@@ -51,17 +51,19 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
 
 
 def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any) -> jax.Array:
-    """[N, D], int32 [N] -> [count, D]: the sum of the rows of each id in float32, rounded once to `dtype`.
+    """[N, D], integers [N] -> [count, D]: the sum of the rows of each id in float32, rounded once to `dtype`.
 
     Ids outside [0, count) are left out. Differentiable in `rows`.
     """
     like = rows.dtype
+    if not (count and rows.size):
+        return jnp.zeros_like(rows, dtype, shape=(count, rows.shape[1]))
 
     def by_xla(rows: jax.Array, ids: jax.Array) -> jax.Array:
         return _segment_sum(rows, ids, count, dtype)
 
     def by_kernel(rows: jax.Array, ids: jax.Array) -> jax.Array:
-        ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count))
+        ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(jnp.int32))
         starts = jnp.searchsorted(ids, jnp.arange(count + 1, dtype=jnp.int32), method="scan_unrolled")
         return pallas_kernels.sum_segments(rows, starts, order=order, dtype=dtype)
 
@@ -74,7 +76,8 @@ def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any) -> jax.A
 def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sorted ids [N], and int32 [N]: where each was. Equal ids stay in order."""
     order = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    return tuple(jax.lax.sort((ids, order), num_keys=1, is_stable=True))
+    ids, order = jax.lax.sort((ids, order), num_keys=1, is_stable=True)
+    return ids, order
 
 
 def _choose(by_xla: Callable[..., Any], by_kernel: Callable[..., Any]) -> Callable[..., Any]:

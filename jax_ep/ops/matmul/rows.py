@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep._kit import checks
 from jax_ep._kit.linear import linear
+from jax_ep._kit.sums import sum_by_ids
 from jax_ep.pallas_kernels import ZERO_ROW as ZERO_ROW
 
 
@@ -62,7 +63,7 @@ def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:
 def sum_rows(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
     """[C, K], int32 [C] -> [count, K]: the sum of the rows with each index. Indices outside [0, count) are left out.
 
-    In float32 in the order of the rows, and rounded once: equal operands give equal bits, as a scatter-add may not.
+    In float32, in one order, and rounded once: see `_kit/sums.py`.
     """
     return linear(partial(_sum, count), _take, indices, rows)
 
@@ -77,18 +78,4 @@ def _take(indices: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def _sum(count: int, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    if count == 0 or rows.shape[0] == 0:
-        return jnp.zeros_like(rows, shape=(count, rows.shape[1]))
-    indices = jnp.where((indices >= 0) & (indices < count), indices, count)
-    order = jnp.argsort(indices, stable=True)
-    ends = jnp.searchsorted(indices[order], jnp.arange(count), side="right")
-    starts = jnp.append(0, ends[:-1])
-
-    def add(now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at, total = now
-        here = rows[order.at[at].get(mode="clip")]
-        return at + 1, total + jnp.where((at < ends)[:, None], here, 0).astype(jnp.float32)
-
-    # The first turn is before the loop: JAX batches no loop that begins with constants if there is a spmd_axis_name.
-    first = add((starts, jnp.zeros_like(rows, jnp.float32, shape=(count, rows.shape[1]))))
-    return jax.lax.while_loop(lambda now: jnp.any(now[0] < ends), add, first)[1].astype(rows.dtype)
+    return sum_by_ids(rows, indices, count, rows.dtype)

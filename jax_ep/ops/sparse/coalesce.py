@@ -31,12 +31,13 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     check_sparse_rows(op, "rows", rows)
     capacity = rows.indices.shape[0] if capacity is None else capacity
     checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
-    ids, order = sorted_with_order(rows.masked_indices)
+    ids, order = sorted_with_order(rows.masked_indices.astype(jnp.int32))
     places, unique = places_of_sorted(ids, rows.num_rows)
     starts = starts_of_places(places, capacity)
+    different = ids.at[starts[:-1]].get(mode="fill", fill_value=rows.num_rows, indices_are_sorted=True)
     return replace(
         rows,
-        indices=ids.at[starts[:-1]].get(mode="fill", fill_value=rows.num_rows, indices_are_sorted=True),
+        indices=different.astype(rows.indices.dtype),
         values=sum_segments(rows.values, Segments(places, starts, order), rows.values.dtype),
         count=jnp.minimum(unique, capacity),
         ignored=rows.ignored + rows.count_outside(),

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.sums import sum_by_ids
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.api import combine, dispatch
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
@@ -294,7 +295,9 @@ def bag(
         checks.check_array(op, "bag_of", bag_of, "that of ids", shape=ids.shape)
 
     def total(x: jax.Array) -> jax.Array:  # [..., L, W] -> [..., W]
-        return x.sum(axis=-2) if bag_of is None else jax.ops.segment_sum(x, bag_of, num_bags)
+        if bag_of is None or num_bags is None:
+            return x.sum(axis=-2)
+        return sum_by_ids(x, bag_of, num_bags, jnp.float32)
 
     weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)[..., None]
     summed = total(weight * rows.astype(jnp.float32))

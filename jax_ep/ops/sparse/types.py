@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental.sparse import BCOO
 
 from jax_ep._kit import checks
+from jax_ep._kit.sums import sum_by_ids
 
 Tree: TypeAlias = Any  # a pytree
 Scalar: TypeAlias = float | jax.Array
@@ -98,9 +99,7 @@ class SparseRows:
     def todense(self) -> jax.Array:
         """[num_rows, D] in the dtype of `values`; duplicates are added in float32."""
         self.check("SparseRows.todense")
-        table = jnp.zeros((self.num_rows, self.values.shape[1]), jnp.float32)
-        table = table.at[self.masked_indices].add(self.values.astype(jnp.float32), mode="drop")
-        return table.astype(self.values.dtype)
+        return sum_by_ids(self.values, self.masked_indices, self.num_rows, self.values.dtype)
 
     @property
     def present(self) -> jax.Array:

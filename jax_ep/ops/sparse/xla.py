@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
+from jax_ep._kit.sums import sum_by_ids
 from jax_ep.ops.sparse.coalesce import places_of_sorted
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
@@ -44,8 +45,7 @@ def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: 
     """As the kernel: every rank adds up its rows in float32 in an array of all places, and `psum` adds the arrays."""
     places = places_of_entries(union, axis_name)
     kept = config.places_kept(values.shape[0])
-    rows = jnp.zeros((kept, values.shape[1]), jnp.float32)
-    rows = jax.lax.psum(rows.at[places].add(values.astype(jnp.float32), mode="drop"), axis_name)
+    rows = jax.lax.psum(sum_by_ids(values, places, kept, jnp.float32), axis_name)
     rows = rows * (1 / jnp.maximum(entries_of_places(union, kept), 1)[:, None] if config.by_count else config.scale)
     if config.sharded:
         row = jnp.arange(config.capacity, dtype=jnp.int32)

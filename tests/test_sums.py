@@ -1,0 +1,178 @@
+"""Sums of rows by segment: the Pallas kernels against numpy in the same order of additions, so bit by bit."""
+
+import itertools
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from test_pallas_kernels import H200, INTERPRET
+
+from jax_ep import SparseRows, coalesce, embedding
+from jax_ep._kit import gemm
+from jax_ep._kit.sums import sum_by_ids
+from jax_ep.lax import ragged_dot
+from jax_ep.pallas_kernels import SumTiling, sum_segments
+
+PART = 32
+LENGTHS = (5, 0, 70, 33, 32, 31, 1, 100, 0, 64)
+
+
+def in_parts(rows: np.ndarray) -> np.ndarray:
+    """The sum of rows [n, D] in float32: parts of 32 in order, then the parts in order."""
+    total = np.zeros(rows.shape[1], np.float32)
+    for begin in range(0, len(rows), PART):
+        part = np.zeros_like(total)
+        for row in rows[begin : begin + PART].astype(np.float32):
+            part = part + row
+        total = total + part
+    return total
+
+
+def starts_of(lengths: Any) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+def assert_bits(found: Any, wanted: np.ndarray) -> None:
+    """NaN are alike."""
+    found, wanted = helpers.wide(found), helpers.wide(wanted)
+    nan = np.isnan(wanted)
+    np.testing.assert_array_equal(np.isnan(found), nan)
+    np.testing.assert_array_equal(np.where(nan, 0, found).view(np.int32), np.where(nan, 0, wanted).view(np.int32))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "columns", "dtype"),
+    [
+        (LENGTHS, 7, np.float32),
+        (LENGTHS, 130, jnp.bfloat16),
+        ((100,), 1, np.float16),  # one segment that holds everything
+        ((1,) * 20, 3, np.float32),
+    ],
+    ids=str,
+)
+def test_sums_of_segments(lengths: tuple[int, ...], columns: int, dtype: Any, rng: np.random.Generator) -> None:
+    """In an order with padding, from numbers that XLA treats specially; and without an order, with a scale."""
+    starts, entries = starts_of(lengths), sum(lengths)
+    values = rng.standard_normal((entries, columns)).astype(dtype)
+    values[:, 0] = -0.0
+    values[3, -1], values[7, -1] = np.inf, np.nan
+    order = rng.integers(-1, entries + 1, entries)
+    scale = rng.standard_normal(len(lengths)).astype(np.float32)
+    tiling = SumTiling(4, 64, long_ahead=2)
+    sums = jax.jit(partial(sum_segments, tiling=tiling, interpret=INTERPRET))
+    ranges = list(itertools.pairwise(starts))
+    padded = np.concatenate([values, np.zeros((1, columns), dtype)])
+    at = np.where((order >= 0) & (order < entries), order, entries)
+    wanted = np.stack([in_parts(padded[at[a:b]]) for a, b in ranges])
+    assert_bits(sums(values, starts, order=order.astype(np.int32)), wanted.astype(dtype))
+    wanted = np.stack([in_parts(values[a:b]) for a, b in ranges]) * scale[:, None]
+    assert_bits(sums(values, starts, scale=scale), wanted.astype(dtype))
+
+
+def test_weights_wide_ids_and_batches(rng: np.random.Generator) -> None:
+    """Weights are powers of two: products are exact, fused or not. Bounds outside the entries are clamped."""
+    values = rng.standard_normal((2, 50, 6)).astype(np.float32)
+    order, starts = rng.permutation(50), np.array([-3, 1, 41, 41, 2**40])
+    weights = 2.0 ** rng.integers(-2, 3, (2, 50)).astype(np.float32)
+
+    def sums(values: jax.Array, weights: jax.Array) -> jax.Array:
+        at = jnp.asarray(order), jnp.asarray(starts)
+        assert {x.dtype for x in at} == {np.dtype(np.int64)}
+        return sum_segments(values, at[1], order=at[0], weights=weights, dtype=np.float16, interpret=INTERPRET)
+
+    with jax.enable_x64(True):
+        found = jax.jit(jax.vmap(sums))(values, weights)
+    rows = (values[:, order] * weights[..., None]).astype(np.float32)
+    clipped = starts.clip(0, 50)
+    for i in range(2):
+        wanted = [in_parts(rows[i, a:b]) for a, b in itertools.pairwise(clipped)]
+        assert_bits(found[i], np.stack(wanted).astype(np.float16))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (6, 0)], ids=str)
+def test_nothing_to_add(shape: tuple[int, int]) -> None:
+    found = sum_segments(jnp.zeros(shape), jnp.zeros(4, jnp.int32), interpret=INTERPRET)
+    np.testing.assert_array_equal(found, np.zeros((3, shape[1])))
+
+
+@pytest.mark.parametrize("columns", [1, 64, 1001, 8192])
+def test_sums_lower_for_gpus_inside_shard_map(columns: int) -> None:
+    def body(values: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+        starts = jnp.arange(5, dtype=jnp.int32) * 100  # varies over no axis, as the others do
+        return sum_segments(values, starts, order=order, weights=weights, scale=weights[:4])
+
+    shapes = ((1024, columns), jnp.bfloat16), ((4096,), jnp.int32), ((4096,), jnp.float32)
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
+        operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 3
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"values must have shape \[N, D\], got \(4,\)", {"values": jnp.zeros(4)}),
+        ("values must be of dtype bfloat16, float16, float32, got int32", {"values": jnp.zeros((4, 8), jnp.int32)}),
+        ("starts must have at least one element", {"starts": jnp.zeros(0, jnp.int32)}),
+        (r"scale must have shape \[S\] = \(2,\), got \(3,\)", {"scale": jnp.zeros(3)}),
+        (r"order must be of dtype integer, got float32", {"order": jnp.zeros(4)}),
+    ],
+)
+def test_wrong_sums_are_named(match: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"values": jnp.zeros((4, 8)), "starts": jnp.array([0, 1, 4])}
+    with pytest.raises((TypeError, ValueError), match=f"sum_segments: {match}"):
+        sum_segments(**arguments | change)
+
+
+OPS = {
+    "coalesce": lambda ids, rows: coalesce(SparseRows.from_entries(ids, rows, num_rows=99)).values,
+    "add": lambda ids, rows: embedding.add(*[SparseRows.from_entries(ids, rows, num_rows=99)] * 2).values,
+    "norm": lambda ids, rows: embedding.global_norm(SparseRows.from_entries(ids, rows, num_rows=99)),
+    "todense": lambda ids, rows: SparseRows.from_entries(ids, rows, num_rows=99).todense(),
+    "bag": lambda ids, rows: embedding.bag(rows, ids, bag_of=ids, num_bags=99, combiner="mean"),
+    "rowwise_adagrad": lambda ids, rows: (
+        embedding.rowwise_adagrad(0.1)
+        .update(SparseRows.from_entries(ids, rows, num_rows=99), jnp.zeros((99, 1)))[0]
+        .values
+    ),
+    "gathered rows": lambda ids, rows: jax.grad(
+        lambda x: (ragged_dot(x, jnp.ones((2, 64, 16)), jnp.array([9, 20_000]), lhs_indices=ids) * rows[:, :16]).sum()
+    )(rows[:99]),
+}
+
+
+@pytest.mark.skipif(not gemm.pallas_platforms(), reason="kernels sum on GPUs alone")
+@pytest.mark.parametrize("name", OPS)
+def test_ten_runs_give_the_same_bits(name: str, rng: np.random.Generator) -> None:
+    """Of ids so few that atomics would meet."""
+    ids, rows = rng.integers(0, 99, 20_009).astype(np.int32), rng.standard_normal((20_009, 64)).astype(np.float32)
+    helpers.assert_same_bits_again(jax.jit(OPS[name]), (ids, rows), 9)
+
+
+@pytest.mark.skipif(not gemm.pallas_platforms(), reason="kernels sum on GPUs alone")
+def test_sums_of_more_than_2_31_values() -> None:
+    rows, columns = 550_000, 4096
+    values = jnp.broadcast_to((jnp.arange(rows) % 7).astype(jnp.bfloat16)[:, None], (rows, columns))
+    order = jnp.arange(rows, dtype=jnp.int32)[::-1]
+    starts = jnp.array([0, 3, 40, rows], jnp.int32)
+    found = jax.jit(partial(sum_segments, dtype=np.float32))(values, starts, order=order)
+    number = np.arange(rows)[::-1] % 7
+    wanted = [number[a:b].sum() for a, b in ((0, 3), (3, 40), (40, rows))]
+    np.testing.assert_array_equal(found, np.broadcast_to(np.array(wanted, np.float32)[:, None], (3, columns)))
+
+
+def test_sums_by_ids_and_their_derivatives(rng: np.random.Generator) -> None:
+    """Under `jax.vmap`, too; ids outside are left out."""
+    ids, rows = rng.integers(-2, 9, 40), rng.standard_normal((2, 40, 3)).astype(np.float32)
+    matrix = (ids[:, None] == np.arange(7)).astype(np.float64)
+    sums = jax.vmap(lambda x: sum_by_ids(x, jnp.asarray(ids), 7, np.float32))
+    found, pull = jax.vjp(sums, rows)
+    np.testing.assert_allclose(found, np.einsum("ns,bnd->bsd", matrix, rows), rtol=1e-5, atol=1e-5)
+    cotangent = rng.standard_normal(found.shape).astype(np.float32)
+    np.testing.assert_allclose(pull(cotangent)[0], np.einsum("ns,bsd->bnd", matrix, cotangent), rtol=1e-6)
+    np.testing.assert_allclose(jax.jvp(sums, [rows], [rows])[1], found, rtol=1e-6)
