@@ -8,6 +8,7 @@ from jax_ep.pallas_kernels.grouped_matmul import (
 from jax_ep.pallas_kernels.quantize import (
     BLOCK as BLOCK,
     blocks_to_float8 as blocks_to_float8,
+    nearest_quotient as nearest_quotient,
     quantize_matrices as quantize_matrices,
 )
 from jax_ep.pallas_kernels.sums import SumTiling as SumTiling, sum_segments as sum_segments

@@ -298,24 +298,6 @@ def assert_same_bits_again(program: Callable[..., Any], operands: Any, times: in
     return first
 
 
-def assert_rounded_to_float8(
-    found: Any, expected: np.ndarray, implementation: str = "xla", block: tuple[int, ...] = (oracle.FP8_BLOCK,)
-) -> None:
-    """What went through float8 in blocks of its last axes, of rows [..., H] in those of 128; and the oracle's.
-
-    Kernels and CPUs give the very values. XLA divides on GPUs to within 2 units in the last place, so a value that is
-    nearly between two of float8 may become the other one.
-    """
-    if implementation == "ffi" or jax.default_backend() == "cpu":
-        np.testing.assert_array_equal(wide(found), wide(expected))
-        return
-    actual, wanted = wide(found), wide(expected)
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(wanted))
-    actual, wanted = np.nan_to_num(actual, nan=0), np.nan_to_num(wanted, nan=0)
-    smallest = oracle.through_fp8(wanted, *block)[1] * 2.0**-9  # of the scale
-    assert (np.abs(actual - wanted) <= 1.02 * np.maximum(np.abs(wanted) / 8, smallest)).all()
-
-
 def assert_dispatched(actual: Dispatched, expected: oracle.Expected) -> None:
     """Every value is equal, and NaN only where NaN is expected."""
     for name in ("rows", "group_sizes"):

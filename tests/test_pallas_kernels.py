@@ -17,7 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec a
 from test_float8_products import assert_rounded
 
 from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
-from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, quantize, quantize_matrices
+from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, nearest_quotient, quantize, quantize_matrices
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -83,6 +83,16 @@ def test_quantized_matrices(
     assert np.isnan(found[2, 128:, :128]).all()
     found[2, 128:, :128] = matrices[2, 128:, :128] = 0
     assert_rounded(found, matrices)
+
+
+def test_quotients_round_to_nearest() -> None:
+    """Of 448 and every 24 digits, from every result that is two units off."""
+    digits, most = np.arange(2**23, 2**24).astype(np.float32), np.float32(quantize.LARGEST)
+    nearest = jax.jit(nearest_quotient)
+    for a, b, exact in ((most, digits, most / digits), (digits, most, digits / most)):
+        for units in range(-2, 3):
+            near = (exact.view(np.int32) + units).view(np.float32)
+            np.testing.assert_array_equal(nearest(a, b, near), exact)
 
 
 @pytest.mark.parametrize("name", ["rows", "outer", "quantize", "gated"])

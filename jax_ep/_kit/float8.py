@@ -8,9 +8,6 @@ largest number is 240, so the 448 of each block would become NaN. JAX leaves int
 
 Values pass an `optimization_barrier` before they are dequantized. Without it XLA would remove the conversions to float8
 and back, and with them the rounding.
-
-On GPUs XLA divides to within 2 units in the last place. So scales may differ from the kernels' scales by 2 units, and a
-value near the middle of two float8 values may be rounded to the other one.
 """
 
 import dataclasses
