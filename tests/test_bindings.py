@@ -228,7 +228,8 @@ def settings_of(case: str, **change: Any) -> dict[str, Any]:
 
 def call_grouped(case: str, operands: list[Any], result: Any) -> Any:
     workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if case in TILES_OFF_A_COUNTER else []
-    attributes = {key: np.int64(value) if type(value) is int else value for key, value in settings_of(case).items()}
+    wide = {int: np.int64, float: np.float32}
+    attributes = {key: wide.get(type(value), lambda x: x)(value) for key, value in settings_of(case).items()}
     results = [result, *MORE_RESULTS.get(case, []), *workspace]
     return jax.jit(lambda *x: jax.ffi.ffi_call("jax_ep_grouped_matmul", results)(*x, **attributes, **RELEASE))(
         *operands

@@ -65,7 +65,10 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
         r"experts.biases\[2\] must be of dtype float32, got float64",
     ),
     ({"gate": None, "biases": (zeros(LOCAL, WIDTH), None, None)}, r"experts.biases\[0\] must be None where"),
-    ({"activation": "swiglu"}, "experts.activation must be one of 'silu', 'gelu', 'relu'; got 'swiglu'"),
+    (
+        {"activation": "swiglu"},
+        "experts.activation must be one of 'silu', 'gelu', 'relu', 'clam.*; got 'swiglu'",
+    ),
     ({"activation": None}, "experts.activation must be a function, Gated or one of 'silu', .*, got None"),
     ({"activation": Gated(3)}, "experts.activation must be Gated of a function of two arrays, got 3"),  # pyright: ignore
     ({"gate": None, "activation": Gated(clipped)}, "experts.activation must be of one argument where experts.gate"),

@@ -118,9 +118,12 @@ struct StoreTile {
   static constexpr bool kTransposes = false;
   const CUtensorMap& map;
   Out* out;
+  const Out* bias = nullptr;  // [groups, n], of groups of rows
 
   JAX_EP_FN StoreTile(const CUtensorMap& map, void* out) : map(map), out(static_cast<Out*>(out)) {}
-  JAX_EP_FN StoreTile(const Maps& maps, const GroupedMatmul& product) : StoreTile(maps.result, product.result) {}
+  JAX_EP_FN StoreTile(const Maps& maps, const GroupedMatmul& product) : StoreTile(maps.result, product.result) {
+    bias = static_cast<const Out*>(product.bias);
+  }
 
   // Stores a warp's accumulators of strip number `strip` of a tile, 16 rows. The last stores still read `buffers` when
   // this returns.
@@ -140,7 +143,13 @@ struct StoreTile {
       if (col < problem.n) {
         if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
         __syncwarp();
-        columns_to_shared<Out>(buffer, d + piece * kColumns / 2, lane);
+        if (bias != nullptr && tile.group < problem.groups) {
+          float sums[kColumns / 2];
+          add_bias(sums, d + piece * kColumns / 2, problem, tile.group, col, lane);
+          columns_to_shared<Out>(buffer, sums, lane);
+        } else {
+          columns_to_shared<Out>(buffer, d + piece * kColumns / 2, lane);
+        }
         if (whole) ptx::shared_proxy_fence();
         __syncwarp();
         if (!whole)
@@ -150,6 +159,19 @@ struct StoreTile {
           store_box(map, {col, row, matrix}, buffer);
       }
       if (lane == 0) ptx::commit_stores();  // one group a piece, even if empty, as wait_stores_read counts groups
+    }
+  }
+
+ private:
+  // A piece's sums and the biases of its columns. Of each 8 columns, a thread has two.
+  template <int kCount>
+  JAX_EP_FN void add_bias(float (&sums)[kCount], const float* d, const Problem& problem, int group, int col,
+                          int lane) const {
+    const Out* const of_group = bias + int64_t{group} * problem.n;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int column = col + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      sums[i] = d[i] + (column < problem.n ? static_cast<float>(of_group[column]) : 0);
     }
   }
 };
@@ -251,7 +273,7 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   }
 }
 
-// Rounds a thread's sums to T and adds the biases of its group. With swapped operands the sums are those of two of the
+// Adds the biases of the group to a thread's sums, whose operands are swapped: the sums are those of two of the
 // warpgroup's 64 columns, which begin with `col`. The biases of columns from `col_end` on are not read.
 //
 // Args:
@@ -260,16 +282,13 @@ template <class T, int kCount>
 JAX_EP_FN void add_bias(float (&d)[kCount], const void* bias, const Problem& problem, const RowTile& tile, int columns,
                         int first, int col, int col_end, int warp, int lane) {
   if (bias == nullptr || tile.group >= problem.groups) return;
+  const T* const of_group = static_cast<const T*>(bias) + int64_t{tile.group} * columns + first;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int column = col + warp % kWarpgroup * 16 + half * 8 + lane / 4;
-    const T* const at = static_cast<const T*>(bias) + int64_t{tile.group} * columns + first + column;
-    const float added = column < col_end ? static_cast<float>(*at) : 0;
+    const float added = column < col_end ? static_cast<float>(of_group[column]) : 0;
 #pragma unroll
-    for (int i = 2 * half; i < kCount; i += 4) {
-      d[i] = static_cast<float>(T(d[i])) + added;
-      d[i + 1] = static_cast<float>(T(d[i + 1])) + added;
-    }
+    for (int i = 2 * half; i < kCount; i += 4) d[i] += added, d[i + 1] += added;
   }
 }
 

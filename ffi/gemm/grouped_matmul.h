@@ -55,7 +55,7 @@ struct GroupedMatmul {
   Activation activation;         // of a gated unit
   float limit, slope;            // of clamped_swiglu
   bool keeps_products;           // a gated one stores lhs x rhs and lhs x second_rhs, too
-  bool is_biased;                // m-grouped: the group's bias is added to each rounded product, and the sum is rounded
+  bool is_biased;                // m-grouped: the group's bias is added to each product before it is rounded
   Element operand_dtype, dtype;  // of lhs and rhs, of the result
   Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]

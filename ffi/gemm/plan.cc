@@ -62,8 +62,7 @@ Config plan_tiles(const Shape& shape, int sms) {
   if (shape.is_float8) return plan_width(shape, sms, is_gated ? kScaleBlock : kFloat8Columns);
   const bool gathers = shape.gathered != Gathered::none;
   if (gathers && shape.grouping == Grouping::k_grouped) return plan_width(shape, sms, kGatheredColumns);
-  if (gathers || shape.is_biased || shape.formula != Formula::store)
-    return plan_swapped(shape, sms, is_gated ? kSlice : kTileColumns);
+  if (gathers || shape.formula != Formula::store) return plan_swapped(shape, sms, is_gated ? kSlice : kTileColumns);
   const Config fixed = plan_fixed(shape, sms);
   if (shape.grouping != Grouping::m_grouped || fixed.split_k) return fixed;
   if (swapped_cost(shape, sms) >= cost_of(shape, sms, fixed.block_n)) return fixed;

@@ -14,7 +14,6 @@ struct Shape {
   Formula formula = Formula::store;
   bool is_float8 = false;
   Gathered gathered = Gathered::none;
-  bool is_biased = false;
 };
 
 struct Config {

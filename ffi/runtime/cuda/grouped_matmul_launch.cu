@@ -87,8 +87,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
 
 Config plan_tiles(const GroupedMatmul& x, int sms) {
   const GroupedMatmul product = gathered_left(x);
-  return plan_tiles(
-      {x.grouping, product.m, product.n, x.k, x.groups, x.formula, x.is_float8(), x.gathered, x.is_biased}, sms);
+  return plan_tiles({x.grouping, product.m, product.n, x.k, x.groups, x.formula, x.is_float8(), x.gathered}, sms);
 }
 
 std::optional<std::string> launch(const GroupedMatmul& x, cudaStream_t stream) {

@@ -234,7 +234,7 @@ def gated_product(
       unit: the GEMM core computes it with XLA's bits.
       composed: the same function of (rows, group_sizes, *rhs, *biases), for calls that no kernel serves.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
-      biases: [G, N] for each [G, K, N] of `rhs`, added to the rounded products; or ().
+      biases: [G, N] for each [G, K, N] of `rhs`, which the GEMM core adds before it rounds; or ().
 
     Returns:
       The result, and the product by each of `rhs`, biases included; or () unless `keep_products`.
@@ -243,7 +243,9 @@ def gated_product(
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     product_by = _choose(AUTO, rows.dtype, rows, rhs[0], group_sizes)
     if product_by == "core":
-        by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not _splits(rows, rhs[0])
+        # Products alone that split their contraction have other bits.
+        split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
+        by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
     else:
         by_kernel = product_by == "pallas" and len(rhs) == 2 and not biases
     if not by_kernel:
@@ -256,17 +258,11 @@ def gated_product(
 def biased_product(
     composed: Callable[..., jax.Array], rows: Rows, group_sizes: jax.Array, matrix: jax.Array, bias: jax.Array
 ) -> jax.Array:
-    """Groups of rows [M, K] times [G, K, N], rounded, plus the group's bias [G, N], as `gated_product`: [M, N]."""
+    """Groups of rows [M, K] times [G, K, N] plus the group's bias [G, N], as in `gated_product`: [M, N]."""
     operands = (rows, group_sizes, matrix, bias)
-    if _choose(AUTO, rows.dtype, rows, matrix, group_sizes) != "core" or _splits(rows, matrix):
+    if _choose(AUTO, rows.dtype, rows, matrix, group_sizes) != "core":
         return composed(*operands)
     return _differentiated_as(composed, by_platform(composed, cuda=kernels.biased_matmul), *operands)
-
-
-def _splits(rows: Rows, matrix: jax.Array) -> bool:
-    """Whether the GEMM core splits the contraction of the product alone, whose sums then have other bits."""
-    groups, depth, columns = matrix.shape
-    return gemm.splits_contraction(rows.shape[0], columns, depth, groups)
 
 
 def _differentiated_as(composed: Callable[..., Any], call: Callable[..., Any], *operands: Any) -> Any:

@@ -28,7 +28,7 @@ def grouped_matmul(
 
 
 def biased_matmul(lhs: Rows, group_sizes: jax.Array, rhs: jax.Array, bias: jax.Array) -> jax.Array:
-    """[M, K], [G], [G, K, N], [G, N] -> [M, N]: a group's rows times its matrix, rounded, plus its bias."""
+    """[M, K], [G], [G, K, N], [G, N] -> [M, N]: a group's rows times its matrix, plus its bias."""
     return _call([lhs], [rhs], group_sizes, dtype=lhs.dtype, biases=[bias])["result"]
 
 

@@ -321,22 +321,27 @@ def _down_bias_cotangents(
 ) -> tuple[jax.Array, jax.Array]:
     """The cotangents of the bias of down [E / R, H] and, by the bias, of the rows' weights [C]."""
     if not isinstance(d_answers, GatheredRows):
-        d_bias = sums_by_expert(sizes, d_answers.astype(jnp.float32) * row_weights[:, None])
+        both = jnp.pad(jnp.stack(_summands(row_weights, bias.dtype), axis=1), ((0, 0), (0, 6)))
+        d_bias = matmul.rhs_gradient(both, d_answers, sizes)[:, :2].astype(jnp.float32).sum(axis=1)
         by_weight = inner_products(d_answers, bias_of_rows(bias, sizes, row_weights.shape[0]))
         return d_bias.astype(bias.dtype), by_weight
     # All rows are those of this rank's tokens. Products with the tokens' cotangents [T, H] read fewer bytes than sums
-    # of rows [C, H] do. Weights are split into two summands, whose products are exact in float32.
+    # of rows [C, H] do.
     product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     tokens, expert_of_row = d_answers.matrix, expert_of_rows(sizes, row_weights.shape[0])
     expert = of_assignments(expert_of_row, routing)[0]
     weight = of_assignments(row_weights, routing)[0]
     is_expert = expert[:, :, None] == jnp.arange(bias.shape[0], dtype=expert.dtype)
     weights = jnp.sum(jnp.where(is_expert, weight[:, :, None], 0), axis=1)
-    high = weights.astype(bias.dtype)
-    low = (weights - high.astype(jnp.float32)).astype(bias.dtype)
-    d_bias = product("te,th->eh", high, tokens) + product("te,th->eh", low, tokens)
+    d_bias = sum(product("te,th->eh", part, tokens) for part in _summands(weights, bias.dtype))
     by_weight = product("th,eh->te", tokens, bias).at[d_answers.indices, expert_of_row].get(mode="clip")
     return d_bias.astype(bias.dtype), by_weight
+
+
+def _summands(weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Two arrays of `dtype` that add up to `weights` to within 2^-16: products of 16-bit operands are exact."""
+    high = weights.astype(dtype)
+    return high, (weights - high.astype(weights.dtype)).astype(dtype)
 
 
 def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:

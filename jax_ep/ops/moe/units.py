@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_ep._kit import checks
 from jax_ep._kit.float8 import Float8Weights
 from jax_ep._kit.linear import linear
+from jax_ep._kit.sums import Segments, sum_segments
 from jax_ep.ops.matmul.gated import ACTIVATIONS, ActivationName, ClampedSwiglu, KnownUnit, known_unit
 from jax_ep.ops.moe.quotas import expert_of_rows
 
@@ -181,7 +182,5 @@ def bias_of_rows(bias: jax.Array, group_sizes: jax.Array, rows: int) -> jax.Arra
 
 def sums_by_expert(group_sizes: jax.Array, rows: jax.Array) -> jax.Array:
     """[E / R, N]: the sum of each expert's rows [C, N], in float32 and rounded once. Ignores rows after the last."""
-    experts = expert_of_rows(group_sizes, rows.shape[0])
-    wide = rows.astype(jnp.float32)
-    sums = jax.ops.segment_sum(wide, experts, group_sizes.shape[0], indices_are_sorted=True)
-    return sums.astype(rows.dtype)
+    starts = jnp.append(0, jnp.cumsum(group_sizes, dtype=jnp.int32))
+    return sum_segments(rows, Segments(expert_of_rows(group_sizes, rows.shape[0]), starts), rows.dtype)
