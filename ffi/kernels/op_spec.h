@@ -235,8 +235,14 @@ struct CollectiveMatmulDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsCollectiveMatmul = std::is_base_of_v<CollectiveMatmulDefaults, OpSpec<Args>>;
 
-// Whether kernels, which count rows in int32, can count this many.
-constexpr bool fits_int32(int64_t count) { return count <= INT32_MAX; }
+// Whether kernels, which count rows in int32 and in steps of all threads of a GPU, can count this many.
+constexpr const char* kCountable = "2**31 - 2**20";
+constexpr bool is_countable(int64_t count) { return count < (int64_t{1} << 31) - (1 << 20); }
+
+// What is wrong with a row of `hidden` values, whose bytes kernels count in int32.
+inline std::optional<std::string> validate_row(int hidden) {
+  return hidden < 1 << 28 ? std::nullopt : std::optional(wrong("hidden", "below 2**28", hidden));
+}
 
 // Points a member of an op's arguments at a buffer.
 template <class T>

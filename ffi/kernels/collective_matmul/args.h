@@ -60,8 +60,8 @@ struct CollectiveMatmulSpec : CollectiveMatmulDefaults {
       return wrong("dtype",
                    std::string("that of the operands, ") + name_of(values_of(args.operand_dtype)) + ", or float32",
                    name_of(values_of(args.dtype)));
-    if (fits_int32(int64_t{ranks} * args.m)) return std::nullopt;
-    return wrong("m", "below 2**31 / " + std::to_string(ranks) + " ranks", args.m);
+    if (is_countable(int64_t{ranks} * args.m)) return std::nullopt;
+    return wrong("m", std::string("below (") + kCountable + ") / " + std::to_string(ranks) + " ranks", args.m);
   }
 
  protected:

@@ -134,6 +134,8 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
       return wrong_side("none of a sum of products or of a gated unit of float8");
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
     if (x.source_rows < 1) return wrong("source_rows", "at least 1", x.source_rows);
+    if (x.gathered == gemm::Gathered::rhs)  // the kernel counts the rows of all groups' results
+      if (auto error = at_most("groups", x.groups, x.m)) return error;
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
     return at_most("source_rows", x.source_rows, columns / gemm::kTmaMultiple);
   }
@@ -180,9 +182,9 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
       if (each.value == value) found = each.name;
     return found;
   }
-  // Kernels count blocks of values in int32.
+  // Kernels count blocks of values, and rows, in int32.
   static std::optional<std::string> at_most(const char* name, int64_t size, int64_t blocks) {
-    if (fits_int32(size * blocks)) return std::nullopt;
+    if (size * blocks <= INT32_MAX) return std::nullopt;
     return wrong(name, "at most " + std::to_string(INT32_MAX / blocks), size);
   }
   static std::optional<std::string> multiples(int of, const char* first, int size, const char* second, int other) {

@@ -121,15 +121,16 @@ struct CombineArgs {
 // CombineArgs for the kernel that sums long batches.
 struct LongCombineArgs : CombineArgs {};
 
-// What is wrong with the numbers of rows of an op along a routing.
+// What is wrong with the rows of an op along a routing.
 template <class Args>
 std::optional<std::string> validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
-  const std::string below = "below 2**31 / " + std::to_string(ranks) + " ranks";
-  if (!fits_int32(assignments) || !fits_int32(ranks * assignments))
+  const std::string below = std::string("below (") + kCountable + ") / " + std::to_string(ranks) + " ranks";
+  if (std::optional<std::string> error = validate_row(args.hidden)) return error;
+  if (!is_countable(assignments) || !is_countable(ranks * assignments))
     return wrong("num_tokens * top_k", below, assignments);
-  return fits_int32(int64_t{ranks} * args.capacity) ? std::nullopt
-                                                    : std::optional(wrong("capacity", below, args.capacity));
+  return is_countable(int64_t{ranks} * args.capacity) ? std::nullopt
+                                                      : std::optional(wrong("capacity", below, args.capacity));
 }
 // What is wrong with the layout of rows of a dispatch, or of combine's gradient.
 template <class Args>
@@ -176,7 +177,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     if (std::optional<std::string> error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const int64_t rows = int64_t{ranks} * args.num_tokens * args.top_k + padding;
-    return fits_int32(rows) ? std::nullopt : std::optional(wrong("rows with their padding", "fewer than 2**31", rows));
+    if (is_countable(rows)) return std::nullopt;
+    return wrong("rows with their padding", std::string("fewer than ") + kCountable, rows);
   }
   static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire != Wire::plain}; }
 

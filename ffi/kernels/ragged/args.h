@@ -32,8 +32,9 @@ struct OpSpec<RaggedArgs> : OpDefaults {
   static std::optional<std::string> validate(const Args& args, int) {
     if (args.slices > kMailNumbers)
       return wrong("slices", "at most " + std::to_string(kMailNumbers) + ", what a mailbox holds", args.slices);
-    if (!fits_int32(args.operand_rows)) return wrong("operand_rows", "below 2**31", args.operand_rows);
-    if (!fits_int32(args.output_rows)) return wrong("output_rows", "below 2**31", args.output_rows);
+    const std::string below = std::string("below ") + kCountable;
+    if (!is_countable(args.operand_rows)) return wrong("operand_rows", below, args.operand_rows);
+    if (!is_countable(args.output_rows)) return wrong("output_rows", below, args.output_rows);
     if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);
     return std::nullopt;
   }

@@ -79,8 +79,10 @@ JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int places, int room, int64_
 
 template <class Args>
 std::optional<std::string> validate_entries(const Args& args, int ranks) {
-  if (fits_int32(int64_t{ranks} * args.entries)) return std::nullopt;
-  return wrong("entries", "fewer than 2**31 on all " + std::to_string(ranks) + " ranks together", args.entries);
+  if (is_countable(int64_t{ranks} * args.entries)) return std::nullopt;
+  return wrong("entries",
+               std::string("fewer than ") + kCountable + " on all " + std::to_string(ranks) + " ranks together",
+               args.entries);
 }
 
 template <>
@@ -134,7 +136,10 @@ struct OpSpec<SparseReduceArgs> : OpDefaults {
     visit("drop", "drop", &Args::drop);
     visit("by_count", "by count", &Args::by_count);
   }
-  static std::optional<std::string> validate(const Args& args, int ranks) { return validate_entries(args, ranks); }
+  static std::optional<std::string> validate(const Args& args, int ranks) {
+    if (std::optional<std::string> error = validate_row(args.hidden)) return error;
+    return validate_entries(args, ranks);
+  }
   static void complete(Args& args, int ranks, bool sends_ahead) {
     args.landing_room = sends_ahead ? landing_room(args.entries, ranks, args.sharded) : 0;
   }

@@ -18,7 +18,7 @@ from jax_ep.runtime.undelivered import undelivered_if
 OUTSIDE = (
     "ragged_all_to_all: on some rank a slice lies outside its buffer or its size differs from what the receiver expects"
 )
-MAX_ROWS = 2**31 - 2**16  # kernels count rows in int32, in steps of all coops
+MAX_ROWS = 2**31 - 2**20 - 1  # kernels count rows in int32, in steps of all threads
 MAX_SLICES = ffi.MAIL_NUMBERS  # for one peer
 
 
