@@ -5,6 +5,7 @@ order; on a GPU it would add by atomics, in no order.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,8 +38,9 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
     def by_xla(rows: jax.Array, segments: Segments) -> jax.Array:
         return _segment_sum(_taken(rows, segments.order), segments.of, count, dtype, indices_are_sorted=True)
 
-    def by_kernel(rows: jax.Array, segments: Segments) -> jax.Array:
-        return pallas_kernels.sum_segments(rows, segments.starts, order=segments.order, dtype=dtype)
+    def by_kernel(rows: jax.Array, segments: Segments, interpret: bool) -> jax.Array:
+        options: dict[str, Any] = {"order": segments.order, "dtype": dtype, "interpret": interpret}
+        return pallas_kernels.sum_segments(rows, segments.starts, **options)
 
     def back(segments: Segments, cotangent: jax.Array) -> jax.Array:
         taken = _read(cotangent, segments.of).astype(like)
@@ -62,10 +64,11 @@ def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any) -> jax.A
     def by_xla(rows: jax.Array, ids: jax.Array) -> jax.Array:
         return _segment_sum(rows, ids, count, dtype)
 
-    def by_kernel(rows: jax.Array, ids: jax.Array) -> jax.Array:
+    def by_kernel(rows: jax.Array, ids: jax.Array, interpret: bool) -> jax.Array:
         ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(jnp.int32))
-        starts = jnp.searchsorted(ids, jnp.arange(count + 1, dtype=jnp.int32), method="scan_unrolled")
-        return pallas_kernels.sum_segments(rows, starts, order=order, dtype=dtype)
+        return pallas_kernels.sum_segments(
+            rows, starts_of_sorted(ids, count), order=order, dtype=dtype, interpret=interpret
+        )
 
     def back(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
         return _read(cotangent, ids).astype(like)
@@ -80,9 +83,23 @@ def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ids, order
 
 
+def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
+    """int32 [count + 1]: how many of the sorted ids [N] are below 0, 1, ..., count.
+
+    By halving. The type of `jnp.searchsorted` varies over a `spmd_axis_name` even where its operands do not.
+    """
+    number = jnp.arange(count + 1, dtype=jnp.int32)
+    below = jnp.zeros_like(number)
+    for bit in reversed(range(ids.shape[0].bit_length())):
+        more = below + (1 << bit)
+        here = ids.at[more - 1].get(mode="fill", fill_value=count)
+        below = jnp.where((more <= ids.shape[0]) & (here < number), more, below)
+    return below
+
+
 def _choose(by_xla: Callable[..., Any], by_kernel: Callable[..., Any]) -> Callable[..., Any]:
-    platforms = gemm.pallas_platforms()
-    return by_platform(by_xla, **dict.fromkeys(platforms, by_kernel)) if platforms else by_xla
+    kernels = {name: partial(by_kernel, interpret=name == "cpu") for name in gemm.pallas_platforms()}
+    return by_platform(by_xla, **kernels) if kernels else by_xla
 
 
 def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: Any, **options: Any) -> jax.Array:
