@@ -53,7 +53,7 @@ void check_overlap_plan(const CollectiveMatmulShape& shape, const HardwareModel&
   expect(words.find("tiles 128x" + std::to_string(config.block_n)) == 0, "words say the tiles", model, words);
 }
 
-void check_products(const HardwareModel& model) {
+void check_overlap_plans(const HardwareModel& model) {
   constexpr OpKind kProducts[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
   for (const int m : {128, 4096, 5416})
     for (const int n : {64, 1408, 8192})
@@ -121,7 +121,7 @@ TEST_CASE("ops on rows ask for no more shared memory than CTAs have") {
     for (const int shared_bytes : {48 << 10, 99 << 10, 163 << 10, 227 << 10})
       check_row_plans(hardware_model(96, shared_bytes, lanes));
 }
-TEST_CASE("products ask for whole clusters within the SMs") { on_all_devices(check_products); }
+TEST_CASE("collective matmuls ask for whole clusters within the SMs") { on_all_devices(check_overlap_plans); }
 
 }  // namespace
 }  // namespace jax_ep

@@ -58,7 +58,7 @@ TEST_CASE("lost rank: some coops wait for it and others for them") {
 TEST_CASE("lost rank: sparse_reduce ends in time") {
   for (int i = 0; i < 3; ++i) lost_sparse_rank();
 }
-TEST_CASE("lost rank: products end in time") {
+TEST_CASE("lost rank: collective matmuls end in time") {
   for (int i = 0; i < 3; ++i) lost_matmul_rank();
 }
 
@@ -76,9 +76,9 @@ TEST_CASE("profiles: ended while ranks wait") { profile_cut_short(); }
 
 TEST_CASE("sparse: rows are the sums of all ranks") { sparse_reductions(20); }
 
-TEST_CASE("products: of two ranks") { matmuls({0, 1}, 12); }
-TEST_CASE("products: of four ranks") { matmuls({0, 1, 2, 3}, 12); }
-TEST_CASE("products: of ten ranks") { matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1); }
+TEST_CASE("collective matmuls: of two ranks") { matmuls({0, 1}, 12); }
+TEST_CASE("collective matmuls: of four ranks") { matmuls({0, 1, 2, 3}, 12); }
+TEST_CASE("collective matmuls: of ten ranks") { matmuls({0, 1, 2, 3, 4, 5, 6, 7, 8, 9}, 1); }
 
 }  // namespace
 }  // namespace jax_ep
