@@ -58,9 +58,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "report":
         try:
-            print(flight_report.report(options.folder))
+            text, encoding = flight_report.report(options.folder), sys.stdout.encoding
         except ValueError as error:
             parser.error(str(error))
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
         return 0
     _ask_for_cpu_devices()
     if options.command == "info":

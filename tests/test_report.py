@@ -1,9 +1,12 @@
 """`python -m jax_ep report`: the dumps of all processes as one view."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import helpers
 import pytest
 
 from jax_ep.__main__ import main
@@ -20,21 +23,30 @@ def ops_until(last: int, outcome: str = "delivered") -> Ops:
     return [(number, CALLS[(number + 1) % 2], "delivered" if number < last else outcome) for number in numbers]
 
 
-def write(folder: Path, process: int, ranks: dict[int, Ops], *, line: int | None = None, at: float = 0) -> None:
-    line = process if line is None else line
-    dump: dict[str, Any] = {"group": "Group(ep)", "id": 7, "error": "", "message": "", "time": at}
-    dump |= {"host": "host", "process": process, "stack": [("train.py", 7, "step"), ("a/site-packages/b.py", 1, "f")]}
-    dump["ranks"] = [
+def dump_of(process: int, ranks: dict[int, Ops], *, line: int | None = None, at: float = 0) -> dict[str, Any]:
+    line, times = process if line is None else line, {"begin_ns": 0, "end_ns": 0}
+    stack = [{"file": file, "line": 7, "function": "step"} for file in ("train.py", "a/site-packages/b.py")]
+    history = [
         {
             "line": line,
             "rank": rank,
+            "finished": 0,
             "process": "",
             "waited_ns": [0] * SIZE,
-            "ops": [{"epoch": epoch, "call": call, "outcome": outcome} for epoch, call, outcome in ops],
+            "received_bytes": [0] * SIZE,
+            "ops": [
+                {"epoch": epoch, "op": "", "call": call, "outcome": outcome} | times for epoch, call, outcome in ops
+            ],
         }
         for rank, ops in ranks.items()
     ]
-    (folder / f"jax_ep-host-{process}-{at}.json").write_text(json.dumps(dump))
+    who = {"group": "Group(ep)", "id": 7, "host": "host", "process": process, "time": at}
+    return who | {"error": "", "message": "", "stack": stack, "ranks": history}
+
+
+def write(folder: Path, process: int, ranks: dict[int, Ops], *, line: int | None = None, at: float = 0) -> None:
+    text = json.dumps(dump_of(process, ranks, line=line, at=at))
+    (folder / f"jax_ep-host-{process}-{at}.json").write_text(text)
 
 
 def reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -72,9 +84,7 @@ def test_dumps_of_one_process_are_merged(tmp_path: Path, capsys: pytest.CaptureF
     write(tmp_path, 3, {0: ops_until(90, "failed"), 1: ops_until(90, "failed")}, line=0, at=1)
     write(tmp_path, 0, {0: ops_until(5, "running")}, at=2)
     write(tmp_path, 0, {0: ops_until(6)}, at=3)
-    (tmp_path / "jax_ep-torn.json").write_text("{")
     text = reported(tmp_path, capsys)
-    assert "jax_ep-torn.json is no dump: JSONDecodeError" in text
     assert "  process 3 of host: of an earlier run, left out\n" in text
     assert "  no dump of the process of line 0 rank 1\n  no divergence: " in text
 
@@ -83,3 +93,89 @@ def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["report", str(tmp_path)])
     assert f"no dumps (jax_ep-*.json) in {tmp_path}" in capsys.readouterr().err
+
+
+def without(*path: str | int) -> str:
+    """A dump in which a field is missing."""
+    dump: Any = dump_of(0, {0: ops_until(2)})
+    *parents, field = path
+    where = dump
+    for each in parents:
+        where = where[each]
+    del where[field]
+    return json.dumps(dump)
+
+
+def with_field(field: str, value: Any) -> str:
+    return json.dumps(dump_of(0, {0: ops_until(2)}) | {field: value})
+
+
+NO_DUMPS: dict[str, str | bytes | Callable[[Path], object]] = {
+    "torn": "{",
+    "empty": "",
+    "other JSON": "[7]",
+    "nested": "[" * 100_000,
+    "nested objects": '{"id":' * 100_000,
+    "not UTF-8": b"\xff\xfe\x80",
+    "no id": without("id"),
+    "no stack": without("stack"),
+    "no call": without("ranks", 0, "ops", 0, "call"),
+    "no waits": without("ranks", 0, "waited_ns"),
+    "another stack": with_field("stack", [["train.py", 7, "step"]]),
+    "ranks of another kind": with_field("ranks", {"0": []}),
+    "a text for a number": with_field("process", "1"),
+    "a truth value for a number": with_field("process", True),
+    "a large number": with_field("process", 10**4200),
+    "a number with too many digits": '{"id": ' + "9" * 5000 + "}",
+    "a list for a text": with_field("message", ["\x1b[2J"]),
+    "no time": with_field("time", float("nan")),
+    "a late time": with_field("time", 1e18),
+    "FIFO": os.mkfifo,
+    "folder": Path.mkdir,
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "huge": lambda path: path.touch() or os.truncate(path, 1 << 33),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", NO_DUMPS.values(), ids=NO_DUMPS.keys())
+def test_other_files_are_named(
+    content: str | bytes | Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside a good dump, and alone."""
+    path = tmp_path / "jax_ep-\x1b[2J\udcff.json"
+    if callable(content):
+        content(path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    named = rf"{tmp_path}/jax_ep-\x1b[2J\udcff.json is no dump: "
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert named in capsys.readouterr().err
+    write(tmp_path, 1, {0: ops_until(2), 1: ops_until(2)})
+    text = reported(tmp_path, capsys)
+    assert text.startswith(named)
+    assert text.endswith("\n  no divergence: every recorded op was delivered, and was the same on all ranks\n")
+
+
+@pytest.mark.parametrize("field", ["group", "error", "host"])
+def test_nothing_but_text_reaches_the_terminal(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = "".join(map(chr, [*range(0x100), 0x202E, *range(0xD800, 0xE000)]))
+    (tmp_path / "jax_ep-odd.json").write_text(with_field(field, f"[{odd}]"))
+    text = reported(tmp_path, capsys)
+    assert r"[\x00\x01" in text
+    assert all(line.isprintable() for line in text.split("\n")), text
+    assert len(text.split("\n")) == 5
+
+
+def test_a_closed_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its dump has no ranks."""
+    write(tmp_path, 0, {})
+    assert "process 0 of host, " in reported(tmp_path, capsys)
+
+
+def test_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
+    (tmp_path / "jax_ep-host.json").write_text(with_field("group", "Grüppe"))
+    output = helpers.run_python("-m", "jax_ep", "report", str(tmp_path), PYTHONIOENCODING="ascii")
+    assert r"Gr\xfcppe" in output

@@ -10,20 +10,63 @@ import json
 import logging
 import os
 import socket
+import stat
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 from jax_ep.errors import JaxEpError
-from jax_ep.runtime.native import NativeGroup, history
+from jax_ep.runtime.native import NativeGroup, RankHistory, history
 
 _LOGGER = logging.getLogger("jax_ep")
 _FOLDER = "JAX_EP_DUMP"  # of the dumps
 _REQUEST = "request"  # a file in it
 NAMES = "jax_ep-*.json"  # their files
+_MOST_BYTES = 1 << 28  # of a dump that is read; 64 ranks write some MiB
+_END_OF_TIME = 2.0**37  # seconds; what `time.localtime` takes everywhere
+
+
+class Call(NamedTuple):
+    """A call on the stack of the main thread."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Dump(NamedTuple):
+    """What a process knew of a group. A file has it as JSON, with an object for each record."""
+
+    group: str
+    id: int  # the same in all processes of the group
+    error: str  # its type; empty if the dump was requested
+    message: str
+    time: float  # seconds since 1970
+    host: str
+    process: int
+    stack: list[Call]  # the innermost last
+    ranks: list[RankHistory]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The dump in a file. Further fields are ignored.
+
+        Raises:
+          OSError, ValueError, RecursionError: the path is no file with a dump.
+        """
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait
+            raise ValueError("not a file")
+        if status.st_size > _MOST_BYTES:
+            raise ValueError(f"{status.st_size} bytes")
+        dump = _parsed(cls, json.loads(path.read_bytes()), "dump")
+        if not 0 <= dump.time < _END_OF_TIME:
+            raise ValueError(f"time {dump.time}")
+        return dump
 
 
 def last_request() -> int | None:
@@ -41,23 +84,16 @@ def dump(native: NativeGroup, group: str, error: JaxEpError | None = None) -> No
     if not folder:
         _LOGGER.log(level, "%s: set %s to a folder for the last ops of every rank", group, _FOLDER)
         return
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    calls = traceback.extract_stack(frame) if frame else []
-    content = {
-        "group": group,
-        "id": native.id,  # the same in all processes of the group
-        "error": type(error).__name__ if error else "",  # none on request
-        "message": str(error or ""),
-        "time": time.time(),
-        "host": socket.gethostname(),
-        "process": os.getpid(),
-        "stack": [(call.filename, call.lineno or 0, call.name) for call in calls],  # of the main thread, innermost last
-    }
     try:
-        content["ranks"] = [rank._asdict() | {"ops": [op._asdict() for op in rank.ops]} for rank in history(native)]
-        path = _write_whole(Path(folder), json.dumps(content, indent=1))
-    except (OSError, RuntimeError) as failed:
-        _LOGGER.error("%s: the flight recorder could not be dumped to %s=%r: %s", group, _FOLDER, folder, failed)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        calls = traceback.walk_stack(frame) if frame else ()  # extract_stack would open source files
+        stack = [Call(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in calls]
+        what = (type(error).__name__, str(error)) if error else ("", "")
+        where = (time.time(), socket.gethostname(), os.getpid(), stack[::-1])
+        content = Dump(group, native.id, *what, *where, history(native))
+        path = _write_whole(Path(folder), json.dumps(_plain(content), indent=1))
+    except Exception as failed:
+        _LOGGER.error("%s: the flight recorder could not be dumped to %s=%r: %r", group, _FOLDER, folder, failed)
     else:
         _LOGGER.log(level, "%s: flight recorder dumped to %s", group, path)
 
@@ -75,3 +111,31 @@ def _write_whole(folder: Path, text: str) -> Path:
         os.unlink(temporary)
         raise
     return path
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON: records as objects."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if hasattr(value, "_asdict"):
+        return {name: _plain(each) for name, each in value._asdict().items()}
+    return value
+
+
+def _parsed(kind: Any, value: Any, name: str) -> Any:
+    """The reverse of `_plain`: a value of `kind`, which is a NamedTuple, a list, str, int or float.
+
+    Raises:
+      ValueError: it names the field that is missing or of another kind.
+    """
+    if isinstance(value, list) and get_origin(kind) is list:
+        [of] = get_args(kind)
+        return [_parsed(of, each, name) for each in value]
+    if isinstance(value, dict) and hasattr(kind, "_fields"):
+        fields = get_type_hints(kind).items()
+        return kind(*(_parsed(each, value.get(field), f"{name}.{field}") for field, each in fields))
+    if kind is str and isinstance(value, str):
+        return value
+    if kind in (int, float) and isinstance(value, int | kind) and type(value) is not bool and abs(value) < 2**64:
+        return kind(value)
+    raise ValueError(f"{name} is no {getattr(kind, '__name__', kind)}")

@@ -5,21 +5,20 @@ The first op that is not delivered on all ranks, or not the same on all, is wher
 recorder analyzer compares collectives in the same way). Clocks of ranks differ, and are not compared.
 """
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from jax_ep.runtime.flight_recorder import NAMES
+from jax_ep.runtime.flight_recorder import NAMES, Call, Dump
+from jax_ep.runtime.native import OpRecord
 
-Dump = Mapping[str, Any]  # as `flight_recorder.dump` makes it
 Rank = tuple[int, int]  # line, rank
-Ops = dict[int, Mapping[str, Any]]  # the records of a rank, by number
+Ops = dict[int, OpRecord]  # of a rank, by number
 
 
 def report(folder: Path) -> str:
-    """Where the ranks and processes of the dumps in a folder first differ, group by group.
+    """Where the ranks and processes of the dumps in a folder first differ, group by group. Other files are named, and
+    what a terminal would not print is escaped.
 
     Raises:
       ValueError: there is no dump in the folder.
@@ -28,39 +27,44 @@ def report(folder: Path) -> str:
     lines: list[str] = []
     for path in sorted(folder.glob(NAMES)):
         try:
-            dump = json.loads(path.read_text())
-            groups.setdefault(dump["id"], []).append(dump)
-        except (ValueError, TypeError, LookupError, OSError) as error:
+            dump = Dump.read(path)
+            groups.setdefault(dump.id, []).append(dump)
+        except (ValueError, OSError, RecursionError) as error:
             lines.append(f"{path} is no dump: {type(error).__name__}: {error}")
-    if not groups:
-        raise ValueError(f"no dumps ({NAMES}) in {folder}")
     for dumps in groups.values():
-        lines += _of_group(sorted(dumps, key=lambda dump: dump["time"]))
-    return "\n".join(lines)
+        lines += _of_group(sorted(dumps, key=lambda dump: dump.time))
+    text = "\n".join(map(_printable, lines))
+    if not groups:
+        raise ValueError(f"no dumps ({NAMES}) in {_printable(str(folder))}\n{text}".rstrip())
+    return text
+
+
+def _printable(line: str) -> str:
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 
 def _of_group(dumps: list[Dump]) -> Iterator[str]:
     """The lines of one group, of its dumps in the order of time."""
-    latest = {(dump["host"], dump["process"]): dump for dump in dumps}  # of each process
-    latest = dict(sorted(latest.items(), key=lambda item: item[1]["time"]))
+    latest = {(dump.host, dump.process): dump for dump in dumps}  # of each process
+    latest = dict(sorted(latest.items(), key=lambda item: item[1].time))
     owners = {rank: process for process, dump in latest.items() for rank in _own_ranks(dump)}
     earlier = {process for process, dump in latest.items() if any(owners[x] != process for x in _own_ranks(dump))}
     ops: dict[Rank, Ops] = {}
     for dump in dumps:
-        if (dump["host"], dump["process"]) in earlier:
+        if (dump.host, dump.process) in earlier:
             continue
-        for each in dump["ranks"]:
-            known = ops.setdefault((each["line"], each["rank"]), {})
-            known.update((op["epoch"], op) for op in each["ops"])
-    yield dumps[0]["group"]
+        for each in dump.ranks:
+            known = ops.setdefault((each.line, each.rank), {})
+            known.update((op.epoch, op) for op in each.ops)
+    yield dumps[0].group
     for process, dump in latest.items():
         if process in earlier:
             yield f"  {_process_name(process)}: of an earlier run, left out"
             continue
-        when, where = time.strftime("%H:%M:%S", time.localtime(dump["time"])), _innermost_call(dump["stack"])
-        what = f"{dump['error']}: {dump['message']}" if dump["error"] else "dumped on request"
+        when, where = time.strftime("%H:%M:%S", time.localtime(dump.time)), _innermost_call(dump.stack)
+        what = f"{dump.error}: {dump.message}" if dump.error else "dumped on request"
         yield f"  {_process_name(process)}, {_ranks(_own_ranks(dump))}, at {when}, main thread in {where}: {what}"
-    sizes = {each["line"]: len(each["waited_ns"]) for dump in latest.values() for each in dump["ranks"]}
+    sizes = {each.line: len(each.waited_ns) for dump in latest.values() for each in dump.ranks}
     ranks = [(line, rank) for line, size in sizes.items() for rank in range(size)]
     if missing := [rank for rank in ranks if owners.get(rank) in {None, *earlier}]:
         yield f"  no dump of the process of {_ranks(missing)}"
@@ -69,7 +73,7 @@ def _of_group(dumps: list[Dump]) -> Iterator[str]:
 
 def _divergence(ops: Mapping[Rank, Ops]) -> Iterator[str]:
     first = max((min(known) for known in ops.values() if known), default=1)  # the first that all have recorded
-    first = min(first, *(max(known, default=0) + 1 for known in ops.values()))  # or that a rank has not begun
+    first = min([first, *(max(known, default=0) + 1 for known in ops.values())])  # or that a rank has not begun
     for number in range(first, max((max(known, default=0) for known in ops.values()), default=0) + 1):
         ranks: dict[str, list[Rank]] = {}
         for rank, known in ops.items():
@@ -84,16 +88,16 @@ def _divergence(ops: Mapping[Rank, Ops]) -> Iterator[str]:
 
 def _state_of_op(known: Ops, number: int) -> str:
     if number in known:
-        return f"{known[number]['call']}, {known[number]['outcome']}"
+        return f"{known[number].call}, {known[number].outcome}"
     last = max(known, default=0)
     if number < last:
         return f"no longer recorded; the last is op {last}"
-    return "not begun" + (f"; the last is op {last}, {known[last]['call']}, {known[last]['outcome']}" if known else "")
+    return "not begun" + (f"; the last is op {last}, {known[last].call}, {known[last].outcome}" if known else "")
 
 
 def _own_ranks(dump: Dump) -> list[Rank]:
     """The ranks of the process itself."""
-    return [(each["line"], each["rank"]) for each in dump["ranks"] if not each["process"]]
+    return [(each.line, each.rank) for each in dump.ranks if not each.process]
 
 
 def _ranks(ranks: Iterable[Rank]) -> str:
@@ -107,8 +111,7 @@ def _process_name(process: tuple[str, int]) -> str:
     return f"process {process[1]} of {process[0]}"
 
 
-def _innermost_call(stack: list[tuple[str, int, str]]) -> str:
+def _innermost_call(stack: list[Call]) -> str:
     """The innermost call of code that is not installed."""
-    own = [call for call in stack if "site-packages" not in call[0]] or stack or [("?", 0, "?")]
-    file, line, function = own[-1]
-    return f"{Path(file).name}:{line} ({function})"
+    own = [call for call in stack if "site-packages" not in call.file] or stack or [Call("?", 0, "?")]
+    return f"{Path(own[-1].file).name}:{own[-1].line} ({own[-1].function})"
