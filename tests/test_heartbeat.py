@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers import KeyValueStore, wait_until
 
-from jax_ep import PeerTimeoutError
+from jax_ep import JaxEpError, PeerTimeoutError
 from jax_ep.runtime import heartbeat, liveness
 from jax_ep.runtime.heartbeat import Heartbeat, HeartbeatThread
 from jax_ep.runtime.liveness import Liveness
@@ -82,14 +82,21 @@ def test_a_short_timeout_is_no_reason_for_haste(processes: Processes) -> None:
     assert "process 1 sent no heartbeat for 2." in str(first.error())
 
 
-def test_a_watch_that_fails_is_told(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["_hangs.look", "_progress._read"])
+def test_a_watch_that_fails_is_told(what: str, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats would go on, and nobody would learn of a loss."""
     first, *others = processes.open_all("group")
-    monkeypatch.setattr(first._hangs, "look", lambda *_: [][0])
+    lost: list[JaxEpError] = []
+    monkeypatch.setattr(first, "_on_lost", lost.append)
+    where, name = what.split(".")
+    monkeypatch.setattr(getattr(first, where), name, lambda *_: [][0])
     wait_until(lambda: first.error() is not None, TIMEOUT)
     assert "this process watches the others no more, because of IndexError" in str(first.error())
+    assert [f"group: {each}" for each in lost] == [str(first.error())]
+    wait_until(lambda: others[0].error(in_vain=True) is not None)
+    assert "process 0 left the group by an error" in str(others[0].error(in_vain=True))
     for each in (first, *others):
-        each.close()
+        each.close(in_order=each is not first)
 
 
 def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
@@ -248,10 +255,14 @@ def newer(written: Heartbeat) -> dict[str, list[Any]]:
     return {key: [*part, "more"] for key, part in written.parts.items()}
 
 
+@pytest.mark.parametrize("log_waits", [False, True])
 def test_a_heartbeat_thread_that_fails_is_reported(
-    processes: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    log_waits: bool, processes: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = processes.open_all("a group")
+    """Also where its log entry waits, for a full pipe or a lock."""
+    groups, goes_on = processes.open_all("a group"), threading.Event()
+    if log_waits:
+        monkeypatch.setattr(heartbeat._LOGGER, "exception", lambda *_: goes_on.wait(2 * TIMEOUT))
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("no such store")
@@ -259,6 +270,7 @@ def test_a_heartbeat_thread_that_fails_is_reported(
     monkeypatch.setattr(Store, "key_value_set", fail)
     wait_until(lambda: all(group.error() is not None for group in groups))
     assert "this process sends no heartbeats any more, because of OSError('no such store')" in str(groups[0].error())
-    assert "the heartbeat thread has ended" in caplog.text
+    assert log_waits or "the heartbeat thread has ended" in caplog.text
+    goes_on.set()
     for group in groups:
         group.close()

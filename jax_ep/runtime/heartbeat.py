@@ -101,8 +101,8 @@ class HeartbeatThread:
 
     @property
     def over(self) -> bool:
-        """Whether it has stopped: no part is left, or jax.distributed was shut down."""
-        return self._thread is None or not self._thread.is_alive()
+        """Whether it has stopped: no part is left, jax.distributed was shut down, or it has failed."""
+        return self.failure is not None or self._thread is None or not self._thread.is_alive()
 
     def begin(self, group: str) -> str:
         """A new part, by its id."""

@@ -9,7 +9,6 @@ group. Old entries of dead processes, and parts of other groups, never agree.
 import atexit
 import functools
 import hashlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from jax_ep.runtime.progress import HangDetector, Progress
 from jax_ep.runtime.store import not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
-_LOGGER = logging.getLogger("jax_ep")
 _LOOK_SECONDS = 0.1  # between two looks at the heartbeats
 _OPENING_SECONDS = 0.025  # the same, while the group is opened
 _STOPPED_SECONDS = 1.0  # if this much time lies between two looks, this process was stopped itself
@@ -102,7 +100,7 @@ class Liveness:
       timeout: seconds of silence after which a process is lost; no less than 2, nor than four heartbeats take.
       open_timeout: seconds that this call waits for the others. Calls of one process wait one after the other.
       thread, progress: of this process.
-      on_lost: called in the watching thread with the error of the group, before a caller sees the error.
+      on_lost: called in the watching thread with the error, before a caller sees it; raises nothing.
 
     Raises:
       PeerTimeoutError: a process did not open the group.
@@ -145,8 +143,8 @@ class Liveness:
           in_vain: a kernel has timed out. Then a silent process is the reason, even before it counts as lost.
         """
         silent = self._detector.longest() if in_vain and self._lost is None else None
-        found = self._lost if silent is None else PeerLostError(silent)
-        return None if found is None else self._failed(found)
+        found = self._lost if silent is None else self._failed(PeerLostError(silent))
+        return None if found is None else type(found)(f"{self._name}: {found}")
 
     def close(self, *, in_order: bool = True) -> None:
         """Ends this process' part of the group. Unless `in_order`, the group then fails in the other processes."""
@@ -160,7 +158,8 @@ class Liveness:
     def _end(self, state: str) -> None:
         if not self._is_over:
             self._is_over = True
-            self._heartbeat.update(self._part, state=state, **self._progress.marks._asdict())
+            marks = self._progress.marks._asdict() if state == CLOSED else {}  # nobody compares others
+            self._heartbeat.update(self._part, state=state, **marks)
 
     def release(self) -> None:
         """Lets the watching thread close this process' part. Takes no lock, as a garbage collector may call it."""
@@ -196,12 +195,12 @@ class Liveness:
         last = time.monotonic()
         while not self._released and not self._ended.wait(_LOOK_SECONDS):
             last, before = time.monotonic(), last
-            if self._lost is None and (lost := self._look(last - before)) is not None:
-                _LOGGER.error("%s: %s", type(lost).__name__, self._failed(lost))
+            if self._lost is None and (found := self._look(last - before)) is not None:
+                lost = self._failed(found)
                 try:
                     self._end(LEFT)  # before a caller sees the error: it may end the process
-                    self._on_lost(self._failed(lost))
                 finally:
+                    self._on_lost(lost)
                     self._lost = lost
             if self._heartbeat.over:
                 return
@@ -223,7 +222,7 @@ class Liveness:
             return PeerLostError(f"this process watches the others no more, because of {error!r}")
 
     def _failed(self, error: JaxEpError) -> JaxEpError:
-        return type(error)(f"{self._name}: {error} (timeout {self._limit:g} s); the group has failed")
+        return type(error)(f"{error} (timeout {self._limit:g} s); the group has failed")
 
 
 def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:

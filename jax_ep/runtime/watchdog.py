@@ -1,10 +1,14 @@
 """A thread per group that notices a failure, logs it and dumps the flight recorder; it also dumps on request."""
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
 
 from jax_ep._kit import ffi
 from jax_ep.errors import GroupClosedError, JaxEpError
@@ -13,6 +17,7 @@ from jax_ep.runtime.native import NativeGroup, as_error
 
 _LOGGER = logging.getLogger("jax_ep")
 _PERIOD_SECONDS = 1.0
+_STEP_SECONDS = 2.0  # for each log entry, dump and flush
 EXIT_CODE = 75  # of a process whose group has failed, with on_lost="exit": EX_TEMPFAIL, for "try again"
 
 
@@ -37,9 +42,8 @@ class Watchdog(threading.Thread):
             error = as_error(self._native.await_failure(_PERIOD_SECONDS))
             before, asked = asked, flight_recorder.last_request()
             if error is None and asked not in (None, before):
-                flight_recorder.dump(self._native, self._group)
+                _attempt(partial(flight_recorder.dump, self._native, self._group))
         if error is not None and not isinstance(error, GroupClosedError):
-            _LOGGER.error("%s: %s: %s", self._group, type(error).__name__, error)
             handle_failure(self._native, self._group, self._exits, error)
 
     def end(self) -> None:
@@ -61,16 +65,38 @@ def _end_all() -> None:
 
 
 def handle_failure(native: NativeGroup | None, group: str, exits: bool, error: JaxEpError) -> None:
-    """Dumps the flight recorder of a group's ranks in this process, which then `exits`."""
+    """Logs the failure and dumps the flight recorder of a group's ranks in this process, which then `exits`.
+
+    It raises nothing, and ends whatever a log handler, a stream or the file system does.
+    """
+    end = f"; the process ends with code {EXIT_CODE}, as on_lost='exit' asks" if exits else ""
+    steps = [partial(_LOGGER.error, "%s: %s: %s%s", group, type(error).__name__, error, end)]
     if native is not None:
-        flight_recorder.dump(native, group, error)
+        steps.append(partial(flight_recorder.dump, native, group, error))
     if exits:
-        _LOGGER.error("%s: the process ends with code %d, as on_lost='exit' asks", group, EXIT_CODE)
-        end_process(EXIT_CODE)
+        end_process(EXIT_CODE, *steps)
+    _attempt(*steps)
 
 
-def end_process(code: int) -> None:
-    """At once: jax.distributed would wait for other processes at exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def end_process(code: int, *steps: Callable[[], object]) -> NoReturn:
+    """Attempts the steps, flushes the streams, and ends the process: jax.distributed would wait for others at exit."""
+    with contextlib.suppress(KeyboardInterrupt):
+        _attempt(*steps, lambda: sys.stdout.flush(), lambda: sys.stderr.flush())  # the streams may be None
+    os._exit(code & 0xFF)
+
+
+def _attempt(*steps: Callable[[], object]) -> None:
+    """Runs each step in a thread of its own, and waits `_STEP_SECONDS` for it at most.
+
+    A step may raise. It may also wait for ever, for a full pipe, a lock or a file system.
+    """
+    for step in steps:
+        thread = threading.Thread(target=_suppressed, args=(step,), name="jax_ep failure", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            thread.start()
+            thread.join(_STEP_SECONDS)
+
+
+def _suppressed(step: Callable[[], object]) -> None:
+    with contextlib.suppress(BaseException):
+        step()
