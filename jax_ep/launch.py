@@ -2,11 +2,11 @@
 
 Process i of n has device i as its own. With fewer `--gpus`, processes take the GPUs in turn, and kernels of processes
 on one GPU take time slices: this is for tests with more ranks than GPUs. With JAX_PLATFORMS=cpu every process
-has CPU devices of its own.
+has CPU devices of its own: one, or as many as JAX_NUM_CPU_DEVICES or XLA_FLAGS asks for.
 
 No process outlives the launcher: SIGINT, SIGTERM and SIGHUP end all processes and what these started, and so does the
-death of the launcher. The processes are a group of their own. A shell ends the group when the launcher no longer holds
-the shell's input.
+death of the launcher. The processes are a process group of their own. A shell ends the group when the launcher no
+longer holds the shell's input. A process that leaves the group, by setsid or setpgid, is not ended.
 
 The script finds `jax.distributed` initialized. Its own call of `jax.distributed.initialize` does nothing.
 """
@@ -20,9 +20,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -35,6 +37,8 @@ _POLL_SECONDS = 0.05
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MOST_PROCESSES = 256  # several for each GPU of a host; more is a typing error
 _KEEPER = "trap '' HUP INT TERM; read _; kill -KILL 0"  # for sh: kills its process group when its input ends
+# For sh: the terminal stops no process of the command. To write works even after `stty tostop`; to read is an error.
+_BACKGROUND = "trap '' TTIN TTOU; exec \"$@\""
 
 
 class ProcessSpec(NamedTuple):
@@ -61,6 +65,7 @@ class ProcessSpec(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Starts the processes and returns the exit code. Unless the main thread calls it, it leaves signals alone."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep.launch", description="One process per GPU of this host.")
     parser.add_argument("-n", "--processes", type=int, required=True, help="how many, one per GPU")
     parser.add_argument("-g", "--gpus", type=int, help="how many GPUs the processes share; default: one each")
@@ -88,7 +93,6 @@ def _run(role: ProcessSpec, options: argparse.Namespace) -> None:
 
     The process of a script that fails ends at once, because jax.distributed would wait for the others at exit.
     """
-    signal.signal(signal.SIGTTIN, signal.SIG_IGN)  # to read from the launcher's terminal is an error, not a stop
     os.set_inheritable(role.pipe, False)
     jax.distributed.initialize(
         role.address,
@@ -109,15 +113,14 @@ def _run(role: ProcessSpec, options: argparse.Namespace) -> None:
             sys.path.insert(0, os.path.dirname(os.path.abspath(options.script)))
             runpy.run_path(options.script, run_name="__main__")
     except SystemExit as exit:
-        if isinstance(exit.code, str):
-            print(exit.code, file=sys.stderr)
-        if exit.code:
-            watchdog.end_process(exit.code if isinstance(exit.code, int) else 1)
+        if isinstance(exit.code, int) and exit.code:
+            watchdog.end_process(exit.code)
+        if not isinstance(exit.code, int | None):
+            watchdog.end_process(1, partial(print, exit.code, file=sys.stderr))
     except KeyboardInterrupt:
         watchdog.end_process(128 + signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        watchdog.end_process(1)
+    except BaseException as error:
+        watchdog.end_process(1, partial(traceback.print_exception, error))
 
 
 _kept: list[Any] = []  # until the process ends
@@ -139,7 +142,10 @@ class _LastToLeave:
 
 
 def _start_all(count: int, command: list[str]) -> int:
-    """The exit code of the first process that fails, or 0. When one fails, or on a signal, all are ended."""
+    """The exit code of the first process that fails, or 0. When one fails, or on a signal, all are ended.
+
+    The launcher prints afterwards, because a full pipe or its terminal may stop it there.
+    """
     processes: list[subprocess.Popen[bytes]] = []
     with _reserved_port() as port, _signals() as received, contextlib.ExitStack() as on_end:
         keeper = subprocess.Popen(["sh", "-c", _KEEPER], stdin=subprocess.PIPE, process_group=0)
@@ -150,19 +156,32 @@ def _start_all(count: int, command: list[str]) -> int:
             for index in range(count):
                 pipe = others if index else ended
                 role = ProcessSpec(address, count, index, os.getpid(), pipe)
-                environment = os.environ | {_ROLE: str(role)}
-                processes.append(subprocess.Popen(command, env=environment, pass_fds=[pipe], process_group=keeper.pid))
+                processes.append(
+                    subprocess.Popen(
+                        ["sh", "-c", _BACKGROUND, "sh", *command],
+                        env=os.environ | {_ROLE: str(role)},
+                        pass_fds=[pipe],
+                        process_group=keeper.pid,
+                    )
+                )
         finally:
             os.close(ended)
             os.close(others)
-        return _await_end(processes, received)
+        code, message = _await_end(processes, received)
+    if message:
+        print(f"jax_ep.launch: {message}", file=sys.stderr)
+    return code
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list of the ending signals that have arrived. A signal that is ignored, as under nohup, remains ignored."""
+    """A list of the ending signals that have arrived. A signal that is ignored, as under nohup, remains ignored.
+
+    Python lets the main thread alone set handlers. None stands for a handler that is not Python's.
+    """
     received: list[int] = []
-    heeded = [each for each in _ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+    may_set = threading.current_thread() is threading.main_thread()
+    heeded = [each for each in _ENDING if may_set and signal.getsignal(each) not in (signal.SIG_IGN, None)]
     before = [signal.signal(each, lambda number, _: received.append(number)) for each in heeded]
     try:
         yield received
@@ -171,18 +190,18 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(each, handler)
 
 
-def _await_end(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> int:
+def _await_end(processes: Sequence["subprocess.Popen[bytes]"], received: Sequence[int]) -> tuple[int, str]:
+    """The exit code of the launcher, and what it says."""
     while True:
         codes = [process.poll() for process in processes]
         if received:
-            return 128 + received[0]
+            return 128 + received[0], ""
         failed = [(index, code) for index, code in enumerate(codes) if code]
         if failed:
             index, code = failed[0]
-            print(f"jax_ep.launch: process {index} failed with exit code {code}", file=sys.stderr)
-            return code if code > 0 else 128 - code
+            return code if code > 0 else 128 - code, f"process {index} failed with exit code {code}"
         if None not in codes:
-            return 0
+            return 0, ""
         time.sleep(_POLL_SECONDS)
 
 
@@ -195,7 +214,7 @@ def _end(keeper: "subprocess.Popen[bytes]", processes: Sequence["subprocess.Pope
             process.wait(timeout=max(0.0, deadline - time.monotonic()))
     os.killpg(keeper.pid, signal.SIGKILL)
     for process in (keeper, *processes):
-        process.wait()
+        process.communicate()  # closes its pipe, too
 
 
 def _reserved_port() -> socket.socket:

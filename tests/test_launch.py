@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +41,17 @@ def test_every_process_runs_the_script_and_a_clean_end_says_nothing(tmp_path: Pa
     assert {f"{i} 3 ['-n', 'x']" for i in range(3)} < {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_first_failure_ends_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("failure", "code"), [("sys.exit(7)", 7), ("sys.stdout = open('/dev/full', 'w'); print('lost'); fails", 1)]
+)
+def test_the_first_failure_ends_all(failure: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(
-        "import jax, sys, time\nif jax.process_index() == 1: sys.exit(7)\ntime.sleep(600)"
+        f"import jax, sys, time\nif jax.process_index() == 1: {failure}\ntime.sleep(600)"
     )
     start = time.monotonic()
-    options: Any = {"cwd": tmp_path, "exit_code": 7, "JAX_PLATFORMS": "cpu"}
+    options: Any = {"cwd": tmp_path, "exit_code": code, "JAX_PLATFORMS": "cpu"}
     output = helpers.run_python(*LAUNCH, "-n", "2", "-m", "failing", **options)
-    assert "process 1 failed with exit code 7" in output
+    assert f"process 1 failed with exit code {code}" in output
     assert time.monotonic() - start < 60
 
 
@@ -112,6 +117,43 @@ def test_what_is_ignored_stays_so(ignored: bool) -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
         signal.signal(signal.SIGINT, interrupt)
+
+
+def test_a_thread_may_launch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the launcher prints nothing before all have ended: it might wait for a full pipe."""
+    end, said = launch._end, list[str]()
+
+    def end_all(*arguments: Any) -> None:
+        said.append(capsys.readouterr().err)
+        end(*arguments)
+
+    monkeypatch.setattr(launch, "_end", end_all)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(launch._start_all, 2, ["sh", "-c", "exit 3"]).result(60) == 3
+    assert said == [""]
+    assert re.search("process [01] failed with exit code 3", capsys.readouterr().err)
+
+
+def test_a_terminal_stops_no_process() -> None:
+    """Although it stops those in the background that write, by `stty tostop`, or read."""
+    terminal, launched = os.openpty()
+    attributes = termios.tcgetattr(launched)
+    attributes[3] |= termios.TOSTOP
+    termios.tcsetattr(launched, termios.TCSANOW, attributes)
+    script = (
+        "import fcntl, sys, termios; from jax_ep import launch; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
+        "sys.exit(launch._start_all(2, ['sh', '-c', 'read line; echo said']))"
+    )
+    command, streams = [sys.executable, "-c", script], dict.fromkeys(("stdin", "stdout", "stderr"), launched)
+    options: Any = {"env": helpers.environment(JAX_PLATFORMS="cpu"), "start_new_session": True, **streams}
+    with subprocess.Popen(command, **options) as process:
+        os.close(launched)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert os.read(terminal, 10_000).count(b"said") == 2
+    os.close(terminal)
 
 
 def listening_at(port: int) -> set[str]:
