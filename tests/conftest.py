@@ -6,6 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 
+import environment  # noqa: F401 - before jax
 import jax
 import numpy as np
 import pytest

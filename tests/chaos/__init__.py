@@ -13,3 +13,5 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the oracles are modules of tests/
+
+import environment  # noqa: F401 - before jax
