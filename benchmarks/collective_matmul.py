@@ -1,7 +1,12 @@
-"""Products with a collective beside XLA's, and beside the product alone: `python -m jax_ep bench collective_matmul`."""
+"""Products with a collective beside XLA's, and how much they hide: `python -m jax_ep bench collective_matmul`.
 
+Hidden is the part of the shorter of product and collective that takes no time of its own. Exposed is how much longer
+the op takes than its product.
+"""
+
+import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -10,22 +15,12 @@ import jax.numpy as jnp
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import (
-    Loop,
-    calls_between,
-    check_alike,
-    compile_loops,
-    describe_pause,
-    draw,
-    on_ranks,
-    take_turns,
-)
-from .provenance import command_line, heading, open_group, row, select
+from .in_jit_loop import AXIS, Loop, calls_between, check_alike, draw, on_ranks, teraflops
+from .runner import Bench, Row, Run
 
 SEED = 0
 CALLS, CPU_CALLS = 40, 4
-OURS, XLA, PRODUCT = "jax_ep", "XLA", "product, jax_ep"
-COLUMNS = f"op | product | {OURS}, us | {XLA}, us | {PRODUCT}, us | times XLA's speed | of the product"
+OURS, XLA, PRODUCT, XLA_PRODUCT, MOVING = "jax_ep", "XLA", "product, jax_ep", "product, XLA", "collective, XLA"
 
 Op = Callable[..., jax.Array]
 OPS: dict[str, Op] = {
@@ -78,6 +73,17 @@ def by_core(b: jax.Array, a: jax.Array) -> jax.Array:
     return ragged_dot(a, b[None], jnp.array([a.shape[0]], jnp.int32))
 
 
+def by_xla(b: jax.Array, a: jax.Array) -> jax.Array:
+    return a @ b
+
+
+def collective(name: str, b: jax.Array, moved: jax.Array) -> jax.Array:
+    del b
+    if name == "all_gather_matmul":
+        return jax.lax.all_gather(moved, AXIS, tiled=True)
+    return jax.lax.psum(moved, AXIS) if name == "matmul_all_reduce" else jax.lax.psum_scatter(moved, AXIS, tiled=True)
+
+
 def with_collective(
     op: Op, group: jax_ep.Group, implementation: jax_ep.Implementation, b: jax.Array, a: jax.Array
 ) -> jax.Array:
@@ -85,45 +91,58 @@ def with_collective(
 
 
 def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
-    """What a rank gives the op, the matrix, and the rows of the product that it computes."""
+    """What a rank gives the op, the matrix, the rows of the product that it computes, and what the collective moves."""
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
 
     def drawn(seed: int, rows: int, columns: int) -> jax.Array:
         return draw(group.mesh, seed, rows * group.size, columns, dtype=dtype)
 
     rows, b = drawn(SEED, case.rows, case.contracted), drawn(SEED + 1, case.contracted, case.columns)
-    gathers = case.op == "all_gather_matmul"
-    return drawn(SEED, case.rows // group.size, case.contracted) if gathers else rows, b, rows
+    if case.op == "all_gather_matmul":
+        own = drawn(SEED, case.rows // group.size, case.contracted)
+        return own, b, rows, own
+    return rows, b, rows, drawn(SEED + 2, case.rows, case.columns)
 
 
-def measure(case: Case, group: jax_ep.Group, repeats: int, pause: float) -> dict[str, float]:
-    """Microseconds by formulation, which take turns."""
-    calls = calls_between(pause, CPU_CALLS if group.platform == "cpu" else CALLS, case.flops)
-    given, b, rows = draw_operands(case, group)
-    ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("ffi", "xla"))
-    mine, theirs = (on_ranks(op, group.mesh)(b, given) for op in (ours, xla))
-    check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(rows.dtype).eps))  # of products and sums
-    ops: dict[str, tuple[Op, jax.Array]] = {OURS: (ours, given), XLA: (xla, given), PRODUCT: (by_core, rows)}
-    loops = {name: Loop(op, (b,), operand, calls) for name, (op, operand) in ops.items()}
-    return take_turns(compile_loops(loops, group.mesh), repeats, pause, hot=not pause and group.platform != "cpu")
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    group, calls = run.group, calls_between(run.pause, CPU_CALLS if run.on_cpu else CALLS, case.flops)
+    own, b, multiplied, moved = draw_operands(case, group)
+    ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("auto", "xla"))
+    mine, theirs = (on_ranks(op, group.mesh)(b, own) for op in (ours, xla))
+    check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(own.dtype).eps))  # of products and sums
+    ops: dict[str, tuple[Op, jax.Array]] = {
+        OURS: (ours, own),
+        XLA: (xla, own),
+        PRODUCT: (by_core, multiplied),
+        XLA_PRODUCT: (by_xla, multiplied),
+        MOVING: (partial(collective, case.op), moved),
+    }
+    times = run.time({name: Loop(op, (b,), operand, calls) for name, (op, operand) in ops.items()}, hot=True)
+    hidden = times[PRODUCT] + times[MOVING] - times[OURS]
+    yield {
+        "op": case.op,
+        "product": case,
+        **{f"{name}, us": f"{time:,.1f}" for name, time in times.items()},
+        "times XLA's speed": f"{times[XLA] / times[OURS]:.2f}",
+        "of the product": f"{times[OURS] / times[PRODUCT]:.2f}",
+        "hidden": f"{100 * hidden / min(times[PRODUCT], times[MOVING]):.0f} %",
+        "exposed, us": f"{times[OURS] - times[PRODUCT]:,.1f}",
+        "jax_ep, TFLOP/s": teraflops(case.flops, times[OURS]),
+    }
 
 
-def line(case: Case, times: dict[str, float]) -> str:
-    """Ours against XLA's and the product alone."""
-    ratios = times[XLA] / times[OURS], times[OURS] / times[PRODUCT]
-    return row(case.op, case, *(f"{time:,.1f}" for time in times.values()), *(f"{ratio:.2f}" for ratio in ratios))
+def cases(run: Run) -> list[Case]:
+    return CPU_CASES if run.on_cpu else CASES
 
 
-def main(arguments: list[str]) -> int:
-    parser = command_line("collective_matmul", __doc__, "fewer shapes", products=True)
+def notes(run: Run) -> list[str]:
+    dtype = "float32, plain loops" if run.on_cpu else "bfloat16"
+    each = f"per call inside one jitted loop, median of {run.options.repeats} loops; shapes are of one rank's product"
+    return [f"{dtype}; {each}", run.heat]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="how many [all]")
-    options = parser.parse_args(arguments)
 
-    note = "float32, plain loops" if jax.default_backend() == "cpu" else "bfloat16"
-    with open_group(["collective_matmul", *arguments], note, options.devices) as group:
-        print(f"- per call inside one jitted loop, median of {options.repeats} loops; shapes are of one rank's product")
-        print(f"- {describe_pause(options.pause, group.platform == 'cpu')}\n")
-        print(heading(COLUMNS))
-        for case in select(CPU_CASES if group.platform == "cpu" else CASES, options):
-            print(line(case, measure(case, group, options.repeats, options.pause)), flush=True)
-    return 0
+
+BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", products=True)

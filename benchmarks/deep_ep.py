@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -38,7 +37,7 @@ from .moe import FLOAT8_ROWS, NOT_EXPANDED, our_loops
 from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
 from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment
-from .provenance import heading, open_group, row
+from .runner import Bench, Row, Run, log, open_all
 
 ONE_ROW = "combine, one row a rank"
 NORMAL = {  # by our op, DeepEP's
@@ -52,7 +51,6 @@ NORMAL = {  # by our op, DeepEP's
 LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FLOAT8_ROWS, "combine")}
 FEW_TOKENS, FEW_SMS = 128, 24
 PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
-COLUMNS = "T | op | SMs | jax_ep, us | DeepEP, us | jax_ep / DeepEP | DeepEP with a handle, us"
 
 Times = dict[str, list[float | None]]  # us of each round, by op and SMs; None where it failed
 
@@ -77,14 +75,17 @@ def what_comes(ids: np.ndarray, experts: int, ranks: int) -> list[dict[str, np.n
 
 
 class DeepEP:
-    """Its ranks, each a process. A failure ends them all, and a line says why; the next op starts them anew."""
+    """Its ranks, each a process. A failure ends them all, and a note says why; the next op starts them anew."""
 
-    def __init__(self, source: Path, case: Case, ids: np.ndarray, ranks: int, low_latency: bool, folder: Path):
+    def __init__(self, run: Run, case: Case, ids: np.ndarray, low_latency: bool, folder: Path):
         settings = {"NVSHMEM_REMOTE_TRANSPORT": "none", "NVSHMEM_DISABLE_IB": "1", "NVSHMEM_DISABLE_NVLS": "1"}
         self._variables = environment("deep_ep", folder) | settings | {"GLOO_SOCKET_IFNAME": "lo"}
-        self._variables["PYTHONPATH"] = os.pathsep.join((str(source.resolve()), self._variables["PYTHONPATH"]))
-        self._folder, self._children, self._starts = folder, [], 0
+        self._variables["PYTHONPATH"] = os.pathsep.join(
+            (str(run.options.source.resolve()), self._variables["PYTHONPATH"])
+        )
+        self._note, self._folder, self._children, self._starts = run.note, folder, [], 0
         self._failed: set[str] = set()
+        ranks = run.group.size
         self._shape = {"ranks": ranks, "low_latency": low_latency}
         self._shape |= {"hidden": case.shape.hidden, "experts": case.shape.experts}
         for rank, expected in enumerate(what_comes(ids, case.shape.experts, ranks)):
@@ -111,7 +112,7 @@ class DeepEP:
             [{"shape": shape | {"rank": rank}, "operands": file, "expected": file} for rank, file in enumerate(files)]
         )
         for op, (time, sms, chunk) in answers[0]["chosen"].items() if answers else ():
-            print(f"- DeepEP's {op}: {sms} SMs, {chunk} rows at a time, {time:.1f} us when it was tuned")
+            self._note(f"DeepEP's {op}: {sms} SMs, {chunk} rows at a time, {time:.1f} us when it was tuned")
         return bool(answers)
 
     def _ask(self, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,13 +123,13 @@ class DeepEP:
             if failed is not None:
                 self.close()
         if failed is None:
-            print(f"DeepEP: {asked[0].result()}", file=sys.stderr, flush=True)
+            log(f"DeepEP: {asked[0].result()}")
             return [each.result() for each in asked]
         op = questions[0].get("quantity", "prepare")
         self._failed.add(op)
-        print(f"- DeepEP failed at {op}: {failed}", flush=True)
-        for log in self._folder.glob("*.log"):
-            print(f"{log.name}: {log.read_text(errors='replace')[-2000:]}", file=sys.stderr, flush=True)
+        self._note(f"DeepEP failed at {op}: {failed}")
+        for each in self._folder.glob("*.log"):
+            log(f"{each.name}: {each.read_text(errors='replace')[-2000:]}")
         return []
 
     def close(self) -> None:
@@ -174,75 +175,89 @@ def checked_loops(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) 
     return found
 
 
-def measure(case: Case, groups: dict[str, jax_ep.Group], source: Path, low_latency: bool, rounds: int) -> Iterator[str]:
-    """The rows of the table."""
-    group = groups["all"]
-    ids = make_ids(case, group.size)
-    ops = LOW_LATENCY if low_latency else NORMAL
-    wanted = {f"{op}, {sms}": f"{theirs}, {sms}" for op, theirs in ops.items() for sms in groups}
-    ours = {name: loop for name, loop in checked_loops(case, ids, groups).items() if name in wanted}
-    programs = compile_loops(ours, group.mesh)
-    heat = HEAT_SECONDS if group.platform != "cpu" else 0
+def rows(case: tuple[int, bool], run: Run) -> Iterator[Row]:
+    """Of so many tokens a rank, by DeepEP's low-latency ops or not."""
+    (tokens, low_latency), group = case, run.group
+    shape = Case(Shape(tokens, 7168, 8, 256, "bfloat16"))
+    ids = make_ids(shape, group.size)
+    ops, heat = LOW_LATENCY if low_latency else NORMAL, 0 if run.on_cpu else HEAT_SECONDS
     times: Times = {}
     with contextlib.ExitStack() as stack:
+        groups = {"all": group}
+        if not low_latency:
+            few = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=FEW_SMS))
+            groups = {str(FEW_SMS): few, "all": group}
+        wanted = {f"{op}, {sms}": f"{theirs}, {sms}" for op, theirs in ops.items() for sms in groups}
+        ours = {name: loop for name, loop in checked_loops(shape, ids, groups).items() if name in wanted}
+        programs = compile_loops(ours, group.mesh)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        deep_ep = stack.enter_context(contextlib.closing(DeepEP(source, case, ids, group.size, low_latency, folder)))
+        deep_ep = stack.enter_context(contextlib.closing(DeepEP(run, shape, ids, low_latency, folder)))
         turns: dict[str, Callable[[], float | None]] = {}  # each of DeepEP's once
         for name, other in wanted.items():
             turns[name] = partial(our_microseconds, programs[name], heat > 0)
             for theirs in (other, HANDLE + other) if other.startswith("dispatch") and not low_latency else (other,):
                 turns.setdefault(f"DeepEP {theirs}", partial(deep_ep.microseconds, theirs, heat))
-        for _ in range(rounds):
+        for _ in range(run.options.repeats):
             for name, take in turns.items():
                 times.setdefault(name, []).append(time := take())
-                print(f"{name}: {time} us", file=sys.stderr, flush=True)
-    for one in groups.values():
-        one.check()
-    yield from rows_of(case.shape.tokens, wanted, times)
+                log(f"{name}: {time} us")
+        for one in groups.values():
+            one.check()
+    yield from rows_of(tokens, wanted, times)
 
 
 def our_microseconds(program: Program, hot: bool) -> float:
     return take_turns({"": program}, repeats=1, hot=hot)[""]
 
 
-def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[str]:
+def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[Row]:
     """Medians, and the median of the ratios of the rounds. `wanted`: DeepEP's op by ours, each with its SMs."""
     for name, other in wanted.items():
         mine, theirs, handle = (times.get(each, []) for each in (name, f"DeepEP {other}", f"DeepEP {HANDLE}{other}"))
         ratios = [a / b for a, b in zip(mine, theirs, strict=True) if a and b]
         known = [[time for time in each if time] for each in (mine, theirs, handle)]
-        cells = [f"{statistics.median(each):,.1f}" if each else "-" for each in known]
+        ours, others, handles = (f"{statistics.median(each):,.1f}" if each else "-" for each in known)
         op, _, sms = name.rpartition(", ")
-        yield row(tokens, op, sms, *cells[:2], f"{statistics.median(ratios):.2f}" if ratios else "-", cells[2])
+        yield {
+            "T": tokens,
+            "op": op,
+            "SMs": sms,
+            "jax_ep, us": ours,
+            "DeepEP, us": others,
+            "jax_ep / DeepEP": f"{statistics.median(ratios):.2f}" if ratios else "-",
+            "DeepEP with a handle, us": handles,
+        }
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_ep bench deep_ep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="where DeepEP was built")
-    parser.add_argument("--ranks", type=int, help="the first so many GPUs [all]")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="of turns [%(default)s]")
-    options = parser.parse_args(arguments)
+def open_beside(options: argparse.Namespace) -> jax_ep.Group:
     if not list(options.source.glob("deep_ep_cpp*.so")):
-        parser.error(
+        raise SystemExit(
             f"no deep_ep_cpp*.so in {options.source}: `bash benchmarks/peers/deep_ep.sh {options.source}` first"
         )
-
     os.environ.setdefault(FRACTION, "0.5")  # DeepEP's processes need the rest
-    packages = ("torch", "nvidia-nvshmem-cu13")
-    table = []
-    with (
-        open_group(["deep_ep", *arguments], devices=options.ranks, packages=packages) as group,
-        jax_ep.Group(group.mesh, AXIS, max_sms=FEW_SMS) as few,
-    ):
-        groups = {str(FEW_SMS): few, "all": group}
-        print("- DeepEP V1; all: ours on as many SMs as it likes, DeepEP on the best of several numbers")
-        print(f"- median of {options.rounds} rounds of turns, each after {HEAT_SECONDS:g} s of the same", flush=True)
-        for tokens, low_latency in ((options.tokens, False), (min(FEW_TOKENS, options.tokens), True)):
-            case = Case(Shape(tokens, 7168, 8, 256, "bfloat16"))
-            those = {"all": groups["all"]} if low_latency else groups
-            table += measure(case, those, options.source, low_latency, options.rounds)
-    print("\n".join(("", heading(COLUMNS), *table)))
-    return 0
+    return open_all(options)
+
+
+def notes(run: Run) -> list[str]:
+    return [
+        "DeepEP V1; all: ours on as many SMs as it likes, DeepEP on the best of several numbers",
+        f"median of {run.options.repeats} rounds of turns, each after {HEAT_SECONDS:g} s of the same",
+    ]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="where DeepEP was built")
+    parser.add_argument("--ranks", dest="devices", type=int, help="the first so many GPUs [all]")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank [%(default)s]")
+
+
+BENCH = Bench(
+    __doc__,
+    lambda run: [(run.options.tokens, False), (min(FEW_TOKENS, run.options.tokens), True)],
+    rows,
+    notes,
+    arguments,
+    repeats=3,
+    open=open_beside,
+    packages=("torch", "nvidia-nvshmem-cu13"),
+)

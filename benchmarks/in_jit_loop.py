@@ -137,14 +137,6 @@ def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compil
         return list(pool.map(lambda one: one.compile(), lowered))
 
 
-def describe_pause(pause: float, on_cpu: bool) -> str:
-    if on_cpu:
-        return "cold, on a CPU"
-    if pause:
-        return f"cool: short loops, {pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
-    return f"hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
-
-
 def calls_between(pause: float, most: int, flops: float) -> int:
     """Calls of `flops` operations in a loop: after a pause no more than the device can do before it is hot."""
     return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most

@@ -1,9 +1,10 @@
 """moe_mlp beside its products alone, and beside XLA's all_to_all: `python -m jax_ep bench layer`."""
 
+import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +17,16 @@ from jax_ep.lax import ragged_dot
 
 from . import moe
 from .formulations import Formulation, jax_ep_ops, result_and_gradients
-from .in_jit_loop import (
-    AXIS,
-    CarryingLoop,
-    Loop,
-    Program,
-    check_alike,
-    compile_all,
-    compile_loops,
-    describe_pause,
-    on_ranks,
-    take_turns,
-)
-from .moe_cases import Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
-from .provenance import command_line, heading, open_group, row
+from .in_jit_loop import AXIS, CarryingLoop, Loop, Program, check_alike, compile_all, compile_loops, draw, on_ranks
+from .moe_cases import SEED, Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
+from .runner import Bench, Row, Run
 
 OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
 CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
-FLOAT8 = "jax_ep, float8"
+FLOAT8, BIASES = "jax_ep, float8", "jax_ep, biases"
 LOOP_SECONDS = 0.02  # an execution
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
-
-COLUMNS = "layer | of it | forward, us | of products | step, us | of 3 x products | step, MiB"
 
 MODELS = [
     Model("V3", Shape(4096, 7168, 8, 256, "bfloat16"), 2048),
@@ -46,39 +34,49 @@ MODELS = [
     Model("Mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
     Model("GPT-OSS", Shape(8192, 2880, 4, 128, "bfloat16"), 2880),
 ]
+# With --biases, as many experts as one rank of two has.
+HALVES = [
+    Model("Qwen3-30B half", Shape(8192, 2048, 8, 64, "bfloat16"), 768),
+    Model("GPT-OSS half", Shape(8192, 2880, 4, 64, "bfloat16"), 2880),
+]
 CPU_MODELS = [
     Model("wide", Shape(32, 128, 2, 8, "bfloat16"), 128),
     Model("narrow", Shape(32, 128, 4, 16, "bfloat16"), 32),
 ]
 ROUTINGS = ("uniform", "Zipf")
 
-Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, tokens) of one rank -> [T, H]
+Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, and biases, tokens) of one rank -> [T, H]
 Pass = tuple[str, bool]  # which of them, and whether its gradients belong to it
 FORWARD, STEP = False, True
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """Microseconds per call; bytes that a step of a rank holds at its peak beside the operands, results included."""
-
+class LayerCase:
     model: Model
     routing: str
-    times: dict[Pass, float]
-    held: dict[str, int | None]
-    rounded: float = 1.0  # times as many operations where tokens are rounded
 
     def __str__(self) -> str:
         return f"{self.model}, {self.routing}"
 
-    def products(self, training: bool) -> float:
-        """What the products of a pass take alone: a step has those of the forward pass, and twice as many backward."""
-        return self.times[PRODUCTS, FORWARD] * (3 if training else 1)
+    @property
+    def quick(self) -> bool:
+        return self.routing == "uniform"
+
+
+class Way(NamedTuple):
+    """A layer as it is measured."""
+
+    layer: Layer
+    operands: tuple[Any, ...]  # all but the tokens
+    of_forward: tuple[Any, ...] = ()  # of a forward pass alone, if it has others
+    share: float = 1.0  # of the products of OURS
 
 
 def ours(group: jax_ep.Group, room: int, precision: Any = None) -> Layer:
-    def layer(ids: jax.Array, weights: jax.Array, gate: Any, up: Any, down: Any, tokens: jax.Array) -> jax.Array:
-        experts = jax_ep.Experts(gate, up, down)
-        return jax_ep.moe_mlp(tokens, ids, weights, experts, group=group, capacity=room, precision=precision)[0]
+    def layer(ids: jax.Array, weights: jax.Array, gate: Any, up: Any, down: Any, *others: jax.Array) -> jax.Array:
+        biases: Any = others[:-1] or None
+        experts = jax_ep.Experts(gate=gate, up=up, down=down, biases=biases)
+        return jax_ep.moe_mlp(others[-1], ids, weights, experts, group=group, capacity=room, precision=precision)[0]
 
     return layer
 
@@ -100,18 +98,23 @@ def rounding(shape: Shape, ids: jax.Array, weights: jax.Array) -> jax_ep.nn.Rout
 def by_exchange(exchange: Formulation) -> Layer:
     """An exchange around the products that ours has: XLA's own products take many times as long."""
 
-    def layer(
-        ids: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, tokens: jax.Array
-    ) -> jax.Array:
+    def layer(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
+        (gate, up, down, *biases), tokens = others[:-1], others[-1]
         state = exchange.dispatch(tokens, ids, weights)
-        inner = gated(state.group_sizes, gate, up, state.rows)
-        return exchange.combine(state._replace(rows=ragged_dot(inner, down, state.group_sizes)), weights)
+        sizes = state.group_sizes
+
+        def multiplied(rows: jax.Array, matrices: jax.Array, *bias: jax.Array) -> jax.Array:
+            rows = ragged_dot(rows, matrices, sizes)
+            if not bias:
+                return rows
+            of_row = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+            return rows + jnp.take(bias[0], of_row, axis=0, mode="clip")
+
+        of_gate, of_up, of_down = zip(biases) if biases else ((), (), ())
+        inner = jax.nn.silu(multiplied(state.rows, gate, *of_gate)) * multiplied(state.rows, up, *of_up)
+        return exchange.combine(state._replace(rows=multiplied(inner, down, *of_down)), weights)
 
     return layer
-
-
-def gated(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> jax.Array:
-    return jax.nn.silu(ragged_dot(rows, gate, sizes)) * ragged_dot(rows, up, sizes)
 
 
 def products(
@@ -134,13 +137,23 @@ def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
     return on_ranks(lambda *each: tuple(map(quantize_weights, each)), mesh)(*matrices)
 
 
-def check_layers(layers: dict[str, Layer], operands: tuple[jax.Array, ...], mesh: Mesh, dtype: str) -> None:
-    """Raises unless PADDED differs from ours by rounding, and float8 by some percent."""
-    programs = compile_all([on_ranks(layer, mesh).lower(*operands) for layer in layers.values()])
-    results = [jax.block_until_ready(program(*operands)) for program in programs]  # one waits for no other
-    allowed = {OURS: 0.0, PADDED: 16 * float(jnp.finfo(dtype).eps), FLOAT8: 0.1}
-    for name, result in zip(layers, results, strict=True):
-        check_alike(name, result, results[0], allowed[name])
+def draw_biases(model: Model, mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Of gate, up and down."""
+    sides, dtype = (model.width, model.width, model.shape.hidden), jnp.dtype(model.shape.dtype)
+    return tuple(draw(mesh, SEED + 3 + i, model.shape.experts, side, dtype=dtype) for i, side in enumerate(sides))
+
+
+def check_layers(ways: dict[str, Way], padded: Layer, tokens: jax.Array, mesh: Mesh, dtype: str) -> None:
+    """Raises unless each differs by rounding from `padded` of the same operands, and float8 by some percent."""
+    asked: dict[Any, tuple[Layer, tuple[Any, ...]]] = {name: (way.layer, way.operands) for name, way in ways.items()}
+    asked |= {len(way.operands): (padded, way.operands) for way in ways.values()}  # with biases, and without
+    programs = compile_all([on_ranks(layer, mesh).lower(*operands, tokens) for layer, operands in asked.values()])
+    found = {}
+    for (key, (_, operands)), program in zip(asked.items(), programs, strict=True):
+        found[key] = jax.block_until_ready(program(*operands, tokens))  # one waits for no other
+    for name, way in ways.items():
+        most = 0.1 if name == FLOAT8 else 16 * float(jnp.finfo(dtype).eps)
+        check_alike(name, found[name], found[len(way.operands)], most)
 
 
 def calls(model: Model, rows: int, ranks: int, passes: int) -> int:
@@ -150,136 +163,119 @@ def calls(model: Model, rows: int, ranks: int, passes: int) -> int:
     return max(2, min(50, round(LOOP_SECONDS / seconds)))
 
 
-def loops_of_layers(
-    layers: dict[str, Layer], operands: tuple[Any, ...], narrow: tuple[Any, ...], calls: tuple[int, int], quick: bool
-) -> dict[Pass, Loop]:
-    """`calls`: of the forward pass, and of a training step. PADDED comes first: it heats a GPU for the others.
-
-    `narrow`: the matrices in float8, of a forward pass in it. A step quantizes them itself.
-    """
-    ids, weights, *matrices, tokens = operands
-    wide, own = (ids, weights, *matrices), [name for name in layers if name != PADDED]
-    loops: dict[Pass, Loop] = {(PADDED, FORWARD): CarryingLoop(layers[PADDED], wide, tokens, calls[FORWARD])}
-    for name in own:
-        of_it = (ids, weights, *narrow) if name == FLOAT8 else wide
-        loops[name, FORWARD] = Loop(layers[name], of_it, tokens, calls[FORWARD])
-    for name in own if quick else [*own, PADDED]:  # PADDED's gradients are too large for CarryingLoop
-        loops[name, STEP] = Loop(training_step(layers[name]), wide, tokens, calls[STEP])
+def loops_of(ways: dict[str, Way], tokens: jax.Array, calls: tuple[int, int], quick: bool) -> dict[Pass, Loop]:
+    """`calls`: of the forward pass, and of a training step. PADDED comes first: it heats a GPU for the others."""
+    loops: dict[Pass, Loop] = {}
+    for name, way in sorted(ways.items(), key=lambda each: each[0] != PADDED):
+        kind = CarryingLoop if name == PADDED else Loop
+        loops[name, FORWARD] = kind(way.layer, way.of_forward or way.operands, tokens, calls[FORWARD])
+    for name, way in sorted(ways.items(), key=lambda each: each[0] == PADDED):
+        if name != PADDED or not quick:  # its gradients are too large for CarryingLoop
+            loops[name, STEP] = Loop(training_step(way.layer), way.operands, tokens, calls[STEP])
     return loops
 
 
 def loop_of_products(model: Model, room: int, group: jax_ep.Group, operands: tuple[jax.Array, ...], calls: int) -> Loop:
     """The three of the forward pass, on the rows that a dispatch delivers."""
-    ids, weights, *matrices, tokens = operands
+    ids, weights, gate, up, down, tokens = operands
     dispatch = jax_ep_ops(group, model.shape.experts, room).dispatch
     rows, sizes, _ = on_ranks(dispatch, group.mesh)(tokens, ids, weights)
-    inner = on_ranks(gated, group.mesh)(sizes, *matrices[:2], rows)
-    return Loop(products, (sizes, *matrices, inner), rows, calls)
+
+    def gated(sizes: jax.Array, rows: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return jax.nn.silu(ragged_dot(rows, gate, sizes)) * ragged_dot(rows, up, sizes)
+
+    inner = on_ranks(gated, group.mesh)(sizes, rows, gate, up)
+    return Loop(products, (sizes, gate, up, down, inner), rows, calls)
 
 
-def measure(
-    model: Model,
-    routing: str,
-    group: jax_ep.Group,
-    *,
-    repeats: int = 1,
-    quick: bool = False,
-    round_tokens: bool = False,
-    in_float8: bool = False,
-) -> Result:
+def rows(case: LayerCase, run: Run) -> Iterator[Row]:
     """Checks the layers against each other, then times all in turns."""
-    shape, mesh, on_cpu = model.shape, group.mesh, group.platform == "cpu"
-    case = Case(shape, routing)
-    drawn = make_ids(case, group.size)
+    model, group, mesh, options = case.model, run.group, run.mesh, run.options
+    shape, of_ids = model.shape, Case(model.shape, case.routing)
+    drawn = make_ids(of_ids, group.size)
     needed = load(drawn, shape.experts, group.size)
-    room = capacity(case, needed)
-    operands = make_operands(model, drawn, mesh)
-    _, _, gate, up, down, tokens = operands
+    room = capacity(of_ids, needed)
+    *first, tokens = operands = make_operands(model, drawn, mesh)
+    matrices = first[2], first[3], first[4]
 
-    layers = {OURS: ours(group, room), PADDED: by_exchange(moe.padded_for(case, needed, group))}
-    narrow: tuple[Any, ...] = ()
-    if in_float8:
-        narrow = quantized((gate, up, down), mesh)
-        layers[FLOAT8] = ours(group, room, "float8")
-    check_layers(layers, operands, mesh, shape.dtype)
+    padded = by_exchange(moe.padded_for(of_ids, needed, group))
+    ways = {OURS: Way(ours(group, room), tuple(first))}
+    if options.float8:  # a step quantizes the matrices itself
+        ways[FLOAT8] = Way(ours(group, room, "float8"), tuple(first), (*first[:2], *quantized(matrices, mesh)))
+    if options.biases:
+        ways[BIASES] = Way(ours(group, room), (*first, *draw_biases(model, mesh)))
+    check_layers(ways, padded, tokens, mesh, shape.dtype)
+    if options.round_tokens:
+        ways[ROUNDED] = way_of_rounded(of_ids, needed.rows, room, group, matrices)
+    ways[PADDED] = Way(padded, tuple(first))
 
-    forward_calls, step_calls = (2 if on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
-    loops = loops_of_layers(layers, operands, narrow, (forward_calls, step_calls), quick)
-    loops[PRODUCTS, FORWARD] = loop_of_products(model, room, group, operands, forward_calls)
-    share = 1.0
-    if round_tokens:
-        more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
-        _, *chosen = make_inputs(more, make_ids(Case(more, routing), group.size), mesh)
-        left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*chosen).expert_ids), shape.experts, group.size)
-        share = left.rows / needed.rows
-        one, of_it = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape), (*chosen, gate, up, down)
-        loops[ROUNDED, FORWARD] = Loop(one, of_it, tokens, forward_calls)
-        loops[ROUNDED, STEP] = Loop(training_step(one), of_it, tokens, step_calls)
+    of_pass = tuple(2 if run.on_cpu else calls(model, needed.rows, group.size, passes) for passes in (1, 3))
+    loops = loops_of(ways, tokens, (of_pass[0], of_pass[1]), options.quick)
+    loops[PRODUCTS, FORWARD] = loop_of_products(model, room, group, operands, of_pass[0])
     programs = compile_loops(loops, mesh)
-    times = take_turns(programs, repeats, hot=not on_cpu)
-    group.check()
-    held = {name: held_bytes(program) for (name, training), program in programs.items() if training}
-    return Result(model, routing, times, held, share)
+    times = run.turns(programs, hot=True)
+    alone = times[PRODUCTS, FORWARD]
+    for name in (PRODUCTS, *ways):
+        share = ways[name].share if name in ways else 1.0
+        passes = times.get((name, FORWARD)), times.get((name, STEP), 3 * alone if name == PRODUCTS else None)
+        yield {
+            "layer": case,
+            "of it": name,
+            **half("forward", "of products", passes[FORWARD], alone * share),
+            **half("step", "of 3 x products", passes[STEP], 3 * alone * share),
+            "step, MiB": held(programs.get((name, STEP))),
+        }
 
 
-def held_bytes(program: Program) -> int | None:
-    """At its peak, beside its arguments; None where XLA does not say."""
-    memory = program.compiled.memory_analysis()
-    return None if memory is None else memory.temp_size_in_bytes
+def way_of_rounded(case: Case, rows: int, room: int, group: jax_ep.Group, matrices: Matrices) -> Way:
+    """`rows`: those of a rank without rounding."""
+    shape, mesh = case.shape, group.mesh
+    more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
+    _, *routed = make_inputs(more, make_ids(Case(more, case.routing), group.size), mesh)
+    left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*routed).expert_ids), shape.experts, group.size)
+    layer = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape)
+    return Way(layer, (*routed, *matrices), share=left.rows / rows)
 
 
-def table(result: Result) -> Iterator[str]:
-    """A line for the products, and for each layer."""
-    for name in (PRODUCTS, OURS, ROUNDED, FLOAT8, PADDED):
-        if (name, FORWARD) in result.times:
-            passes = [*half(result, name, FORWARD), *half(result, name, STEP)]
-            yield row(result, name, *passes, mebibytes(result.held.get(name)))
+def half(of: str, over: str, time: float | None, products: float) -> Row:
+    """The columns of one pass; a step has the products of the forward pass, and twice as many backward."""
+    known = ["-"] * 3 if time is None else [f"{time:,.1f}", f"{time - products:,.1f}", f"{time / products:.3f}"]
+    return dict(zip((f"{of}, us", f"exposed of {of}, us", over), known, strict=True))
 
 
-def half(result: Result, name: str, training: bool) -> list[str]:
-    """The columns of one pass: microseconds; over those of its products."""
-    products = result.products(training) * (result.rounded if name == ROUNDED else 1)
-    time = products if name == PRODUCTS else result.times.get((name, training))
-    return ["-", "-"] if time is None else [f"{time:,.1f}", f"{time / products:.3f}"]
+def held(program: Program | None) -> str:
+    """MiB at the peak beside the arguments; "-" where XLA does not say."""
+    memory = None if program is None else program.compiled.memory_analysis()
+    return "-" if memory is None else f"{memory.temp_size_in_bytes / 2**20:,.1f}"
 
 
-def mebibytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**20:,.1f}"
+def cases(run: Run) -> Iterator[LayerCase]:
+    options = run.options
+    for model in CPU_MODELS if run.on_cpu else HALVES if options.biases else MODELS:
+        shape = model.shape
+        sides = {"tokens": options.tokens or shape.tokens, "experts": options.experts or shape.experts}
+        for routing in ROUTINGS:
+            yield LayerCase(dataclasses.replace(model, shape=dataclasses.replace(shape, **sides)), routing)
 
 
-def chosen_models(on_cpu: bool, name_contains: str, tokens: int | None, experts: int | None = None) -> list[Model]:
-    def changed(shape: Shape) -> Shape:
-        return dataclasses.replace(shape, tokens=tokens or shape.tokens, experts=experts or shape.experts)
+def notes(run: Run) -> Iterator[str]:
+    yield f"bfloat16; per call inside one jitted loop, median of {run.options.repeats} loops, all in turns"
+    yield run.heat
+    yield f"{PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients"
+    yield f"exposed: what a pass takes longer than its {PRODUCTS}; {PADDED}: XLA's exchange around the same {PRODUCTS}"
+    yield "MiB: what a step of a rank holds at its peak beside its operands, results included"
+    if run.options.round_tokens:
+        yield f"{ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too"
+    if run.options.float8:
+        yield f"{FLOAT8}: matrices are quantized before a forward pass, and in a step; {PRODUCTS} are bfloat16's"
 
-    models = [dataclasses.replace(model, shape=changed(model.shape)) for model in (CPU_MODELS if on_cpu else MODELS)]
-    chosen = [model for model in models if name_contains in str(model)]
-    if not chosen:
-        raise SystemExit(f"no shape's name has {name_contains!r}")
-    return chosen
 
-
-def main(arguments: list[str]) -> int:
-    parser = command_line("layer", __doc__, f"uniform routing only, no training step of {PADDED}")
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, help="of each rank, in place of the shapes' own")
     parser.add_argument("--experts", type=int, help="of all ranks, in place of the shapes' own")
     parser.add_argument("--round-tokens", action="store_true", help="also with tokens rounded to full tiles")
     parser.add_argument("--float8", action="store_true", help="also in float8; widths must be multiples of 128")
-    options = parser.parse_args(arguments)
-    models = chosen_models(jax.default_backend() == "cpu", options.shapes, options.tokens, options.experts)
+    parser.add_argument("--biases", action="store_true", help="also with biases; halves of Qwen3-30B and GPT-OSS")
 
-    with open_group(["layer", *arguments]) as group:
-        print(f"- bfloat16; per call inside one jitted loop, median of {options.repeats} loops, all in turns")
-        print(f"- {describe_pause(0, group.platform == 'cpu')}")
-        print(f"- {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients")
-        if options.round_tokens:
-            print(f"- {ROUNDED}: of top-k plus {CANDIDATES}, over all ranks; the rounding is timed, too")
-        if options.float8:
-            print(f"- {FLOAT8}: matrices are quantized before a forward pass, and in a step; {PRODUCTS} are bfloat16's")
-        print(f"- {PADDED}: XLA's exchange around the same grouped {PRODUCTS}")
-        print("- MiB that a step of a rank holds at the peak beside operands, results included\n")
-        print(heading(COLUMNS), flush=True)
-        how = {name: getattr(options, name) for name in ("repeats", "quick", "round_tokens")}
-        for model in models:
-            for routing in ROUTINGS[: 1 if options.quick else None]:
-                print("\n".join(table(measure(model, routing, group, in_float8=options.float8, **how))), flush=True)
-    return 0
+
+BENCH = Bench(__doc__, cases, rows, notes, arguments, quick=f"uniform routing only, no training step of {PADDED}")

@@ -1,21 +1,21 @@
 """ragged_dot beside jax.lax's, and a dense product of XLA's: `python -m jax_ep bench matmul`."""
 
+import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from jax_ep import float8
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import Loop, calls_between, check_alike, compile_loops, describe_pause, take_turns, teraflops
-from .provenance import command_line, header, heading, row, select
+from .in_jit_loop import Loop, calls_between, check_alike, teraflops
+from .runner import Bench, Row, Run
 
 SEED = 0
 OURS, PALLAS, BFLOAT16 = "jax_ep", "by Pallas", "jax_ep, bfloat16"
@@ -149,55 +149,42 @@ def ways(case: Case, by: str) -> tuple[dict[str, tuple[Any, Any, Any]], jax.Arra
     return {name: (one, lhs, rhs) for name, one in products.items()}, sizes
 
 
-def measure(case: Case, mesh: Mesh, repeats: int, pause: float, by: str) -> dict[str, float]:
-    """Microseconds by formulation.
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    """TFLOP/s of each formulation, and the first as a part of the dense product's.
 
     All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
     """
-    found, sizes = ways(case, by)
-    calls, lax_calls = (calls_between(pause, most, case.flops) for most in (CALLS, LAX_CALLS))
-    loops = {name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}
-    hot = not pause and mesh.devices.flat[0].platform != "cpu"
-    times = take_turns(compile_loops(loops, mesh), repeats, pause, hot)
-    if by == "core":
+    found, sizes = ways(case, run.options.by)
+    calls, lax_calls = (calls_between(run.pause, most, case.flops) for most in (CALLS, LAX_CALLS))
+    times = run.time({name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}, hot=True)
+    if run.options.by == "core":
         _, lhs, rhs = found[OURS]
-        slow = {LAX: Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)}
-        times |= take_turns(compile_loops(slow, mesh), min(repeats, 2), pause)
-    return times
+        times |= run.time({LAX: Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)}, most=2)
+    first, mine = next(iter(times.items()))
+    yield {
+        "product": case,
+        f"{first}, us": f"{mine:,.1f}",
+        **{f"{name}, TFLOP/s": teraflops(case.flops, time) for name, time in times.items()},
+        "of dense": f"{times[DENSE] / mine:.2f}",
+    }
 
 
-def line(case: Case, times: dict[str, float]) -> str:
-    """TFLOP/s of each, and the first as a part of the dense product's."""
-    mine, *_ = times.values()
-    rates = [teraflops(case.flops, time) for time in times.values()]
-    return row(case, f"{mine:,.1f}", *rates, f"{times[DENSE] / mine:.2f}")
+def cases(run: Run) -> list[Case]:
+    return CPU_CASES if run.on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[run.options.by]
 
 
-def main(arguments: list[str]) -> int:
-    parser = command_line("matmul", __doc__, "fewer shapes", products=True)
-    parser.add_argument(
-        "--by",
-        choices=("core", "pallas", "float8"),
-        default="core",
-        help="pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]",
-    )
-    options = parser.parse_args(arguments)
+def notes(run: Run) -> Iterator[str]:
+    by = run.options.by
+    core = "by CUDA kernels" if not run.on_cpu and gemm.has_gemm() else "no kernels for products here: XLA multiplies"
+    yield f"{core}; results in bfloat16; per call inside one jitted loop, median of {run.options.repeats} loops"
+    yield run.heat
+    yield f"{DENSE}: one product of as many rows{', in float8 without scales' if by == 'float8' else ''}"
+    yield f"all take turns{f', but {LAX}, in which the GPU rests' if by == 'core' else ''}"
 
-    device, by = jax.devices()[0], options.by
-    on_cpu = device.platform == "cpu"
-    core = "GEMM core" if not on_cpu and gemm.has_gemm() else "no GEMM core here: XLA multiplies"
-    print(header([device], core, ["matmul", *arguments]))
-    print(f"- results in bfloat16; per call inside one jitted loop, median of {options.repeats} loops")
-    print(f"- {describe_pause(options.pause, on_cpu)}")
-    print(f"- {DENSE}: one product of as many rows{', in float8 without scales' if by == 'float8' else ''}")
-    print(f"- all take turns{f', but {LAX}, in which the GPU rests' if by == 'core' else ''}\n")
-    cases = CPU_CASES if on_cpu else {"core": CASES, "pallas": PALLAS_CASES, "float8": FLOAT8_CASES}[by]
-    mesh, begun = Mesh(np.array([device]), ("one",)), False
-    for case in select(cases, options):
-        times = measure(case, mesh, options.repeats, options.pause, by)
-        if not begun:
-            names = " | ".join(f"{name}, TFLOP/s" for name in times)
-            print(heading(f"product | {next(iter(times))}, us | {names} | of dense"))
-        begun = True
-        print(line(case, times), flush=True)
-    return 0
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    beside = "pallas: Pallas kernels beside ours; float8: operands in float8 beside bfloat16 [%(default)s]"
+    parser.add_argument("--by", choices=("core", "pallas", "float8"), default="core", help=beside)
+
+
+BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", products=True, open=lambda _: None)

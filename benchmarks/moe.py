@@ -1,5 +1,6 @@
 """dispatch and combine beside XLA's all_to_all: `python -m jax_ep bench moe`."""
 
+import argparse
 import contextlib
 import dataclasses
 from collections.abc import Iterator
@@ -14,21 +15,22 @@ from jax_ep.pallas_kernels import BLOCK
 
 from . import formulations as forms, token_sweep
 from .formulations import Formulation
-from .in_jit_loop import AXIS, Loop, compile_loops, on_ranks, relative_error, take_turns
+from .in_jit_loop import AXIS, Loop, on_ranks, relative_error
 from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
-from .provenance import command_line, heading, open_group, row, select
+from .runner import Bench, Row, Run
 
 FLOAT8 = "dispatch, float8"  # on the wire only
 FLOAT8_ROWS = "dispatch, float8 rows"  # left as they came
 NOT_EXPANDED = "not expanded"  # each token once per rank, and indices
 FEW_TOKENS = 512  # kFewTokens of ffi/kernels/moe/layout.h: up to these a call is short, and a loop makes many
 
-COLUMNS = "shape | op | jax_ep, us | remote GB/s | padded all_to_all, us | ratio to the best XLA"
 
-
-def measure(case: Case, group: jax_ep.Group, repeats: int) -> Iterator[str]:
-    """Checks the formulations against each other, times them in turns, and yields the rows of the table."""
-    shape, ids = case.shape, make_ids(case, group.size)
+def rows(case: Case | int, run: Run) -> Iterator[Row]:
+    """Checks the formulations against each other, and times them. A number: of tokens, in a sweep."""
+    if isinstance(case, int):
+        yield token_sweep.row(case, run)
+        return
+    shape, group, ids = case.shape, run.group, make_ids(case, run.group.size)
     needed = load(ids, shape.experts, group.size)
     room, padded = capacity(case, needed), padded_for(case, needed, group)
     inputs = make_inputs(shape, ids, group.mesh)
@@ -47,13 +49,19 @@ def measure(case: Case, group: jax_ep.Group, repeats: int) -> Iterator[str]:
             "padded dispatch": Loop(padded.dispatch, inputs[:2], inputs[2], calls=20),
             "padded combine": Loop(padded.combine, (padded_state,), inputs[2], calls=20),
         }
-        times = take_turns(compile_loops(ours | others, group.mesh), repeats)
+        times = run.time(ours | others)
         for one in groups.values():
             one.check()
     for op in ours:  # XLA's has no other wire and no budget of SMs: it competes as it is
         other = times["padded dispatch" if op.startswith("dispatch") else "padded combine"]
-        rate = needed.remote_rows * row_bytes(op, shape) / times[op] / 1e3
-        yield row(case, op, f"{times[op]:,.1f}", f"{rate:,.1f}", f"{other:,.1f}", f"{other / times[op]:.2f}")
+        yield {
+            "shape": case,
+            "op": op,
+            "jax_ep, us": f"{times[op]:,.1f}",
+            "remote GB/s": f"{needed.remote_rows * row_bytes(op, shape) / times[op] / 1e3:,.1f}",
+            "padded all_to_all, us": f"{other:,.1f}",
+            "ratio to the best XLA": f"{other / times[op]:.2f}",
+        }
 
 
 def row_bytes(op: str, shape: Shape) -> int:
@@ -124,19 +132,26 @@ def rows_differ(a: Any, b: Any) -> jax.Array:
     return jnp.any(sizes_a != sizes_b) | jnp.any(used[:, None] & (rows_a[:shared] != rows_b[:shared]))
 
 
-def main(arguments: list[str]) -> int:
-    parser = command_line("moe", __doc__, "uniform T=128 and T=4096; of the sweep, decoding")
-    parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
-    options = parser.parse_args(arguments)
+def cases(run: Run) -> list[Any]:
+    if run.options.sweep:
+        return token_sweep.cases(run)
+    return CPU_CASES if run.on_cpu else CASES
 
-    with open_group(["moe", *arguments]) as group:
-        if options.sweep:
-            token_sweep.run(group, options.repeats, options.quick)
-            return 0
-        print(f"- us: per call inside one jitted loop, median of {options.repeats} loops")
-        print("- remote bytes: deduplicated, of the busiest rank")
-        print(f"\n{heading(COLUMNS)}", flush=True)
-        for case in select(CPU_CASES if group.platform == "cpu" else CASES, options):
-            for line in measure(case, group, options.repeats):
-                print(line, flush=True)
-    return 0
+
+def notes(run: Run) -> list[str]:
+    us = f"us: per call inside one jitted loop, median of {run.options.repeats} loops"
+    return [us, "remote bytes: deduplicated, of the busiest rank"]
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
+
+
+BENCH = Bench(
+    __doc__,
+    cases,
+    rows,
+    notes,
+    arguments,
+    quick="uniform T=128 and T=4096; of the sweep, the tokens and ops of decoding",
+)

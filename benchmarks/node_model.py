@@ -6,13 +6,14 @@ same index in the other nodes. So what a rank sends to other nodes is what its i
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
 from jax_ep.pallas_kernels import BLOCK
 
 from .moe_cases import Shape
-from .provenance import heading, row
+from .runner import Row
 
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
 SLACK = 1.25  # of a node capacity, as in `NodeOptions.plan`
@@ -134,24 +135,26 @@ def planned(exchange: Exchange) -> Exchange:
     return dataclasses.replace(exchange, node_capacity=room if room < 0.9 * exchange.shape.tokens else None)
 
 
-COLUMNS = "hosts | E | tokens that need a host | B | dense, KB | by B, KB | least, KB | inside, KB"
-
-
-def table(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None) -> str:
-    """A line for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, forward."""
-    lines = [heading(COLUMNS)]
+def rows(shape: Shape, ranks: int, *, float8: bool, top_nodes: int | None) -> Iterator[Row]:
+    """A row for each number of hosts: KB (1000 bytes) per token and layer that a rank sends, forward."""
     for count in NODES:
         of_count = dataclasses.replace(shape, experts=max(shape.experts, count * ranks))
         dense = Exchange(count, ranks, of_count, float8=float8, top_nodes=min(top_nodes or count, count))
         by_room = planned(dense)
-        sent = [
-            dense.dispatch + dense.combine,
-            by_room.dispatch + by_room.combine,
-            dense.least(dense.rows_needed) + dense.rows_needed * dense.row,
-            by_room.dispatch_inside + dense.combine_inside,
-        ]
-        cells = [by_room.room, *(f"{each / shape.tokens / 1e3:,.1f}" for each in sent)]
-        if by_room.dense:
-            cells[0] = cells[2] = "-"
-        lines.append(row(count, of_count.experts, f"{dense.share(1):.1%}", *cells))
-    return "\n".join(lines)
+        sent = {
+            "dense, KB": dense.dispatch + dense.combine,
+            "by B, KB": by_room.dispatch + by_room.combine,
+            "least, KB": dense.least(dense.rows_needed) + dense.rows_needed * dense.row,
+            "inside, KB": by_room.dispatch_inside + dense.combine_inside,
+        }
+        cells = {name: f"{each / shape.tokens / 1e3:,.1f}" for name, each in sent.items()}
+        yield {
+            "experts on": "any host" if top_nodes is None else f"at most {top_nodes} hosts",
+            "wire": "float8" if float8 else shape.dtype,
+            "hosts": count,
+            "E": of_count.experts,
+            "tokens that need a host": f"{dense.share(1):.1%}",
+            "B": "-" if by_room.dense else by_room.room,
+            **cells,
+            **({"by B, KB": "-"} if by_room.dense else {}),
+        }

@@ -4,6 +4,7 @@ The devices of one process are split into `--nodes`. In several processes (`pyth
 jax.distributed starts) a node has those of neighbours.
 """
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -19,22 +20,17 @@ from jax_ep._kit.checks import Implementation
 from jax_ep.ops.moe.types import NodeRouting
 
 from .collective_bytes import to_other_nodes
-from .in_jit_loop import Loop, compile_loops, on_ranks, take_turns
+from .in_jit_loop import Loop, on_ranks
 from .layer import MODELS
 from .moe_cases import SEED, Case, Model, Shape, capacity, load, make_operands
-from .node_model import Exchange, planned, table as model_table
-from .provenance import command_line, header, heading, row
+from .node_model import Exchange, planned, rows as model_rows
+from .runner import Bench, Row, Run
 
 AXES = ("node", "ep")
 V3 = MODELS[0]
 SMALL = Model("small", Shape(512, 2048, 8, 64, "bfloat16"), 512)
 TINY = Model("tiny", Shape(64, 256, 2, 16, "float32"), 32)  # XLA on a CPU sends 16-bit values as float32
 GPUS_OF_A_HOST = 8
-
-COLUMNS = (
-    "experts of | way | B | dispatch, B | least, B | ratio | combine, B | least, B | ratio | step, B | formulas say, B "
-    "| dispatch, us | combine, us | layer, us | step, us"
-)
 
 Operands = tuple[jax.Array, ...]  # of all ranks: ids, weights, gate, up, down, tokens
 
@@ -134,32 +130,29 @@ def count_bytes(way: Way, operands: Operands, state: jax_ep.Dispatched) -> dict[
     }
 
 
-def in_bytes(exchange: Exchange, counted: dict[str, int], rows: float) -> list[str]:
-    """Per token, beside the least and the formulas; `rows` that a rank must send at least."""
-    tokens = exchange.shape.tokens
-
-    def beside(name: str, least: float) -> list[str]:
-        ratio = f"{counted[name] / least:.2f}" if least else "-"
-        return [f"{counted[name] / tokens:,.0f}", f"{least / tokens:,.0f}", ratio]
-
+def in_bytes(exchange: Exchange, counted: dict[str, int], needed: float) -> Row:
+    """Per token, beside the least and the formulas; `needed`: rows that a rank must send at least."""
+    least = {"dispatch": exchange.least(needed), "combine": needed * exchange.row}
+    cells: Row = {}
+    for name, count in counted.items():
+        cells[f"{name}, B"] = f"{count / exchange.shape.tokens:,.0f}"
+        if name in least:
+            cells[f"{name}, of the least"] = f"{count / least[name]:.2f}" if needed else "-"
     said = {name: getattr(exchange, name) for name in counted}
-    return [
-        *beside("dispatch", exchange.least(rows)),
-        *beside("combine", rows * exchange.row),
-        f"{counted['step'] / tokens:,.0f}",
-        "the same" if said == counted else str({name: round(value / tokens) for name, value in said.items()}),
-    ]
+    by_tokens = {name: round(value / exchange.shape.tokens) for name, value in said.items()}
+    return cells | {"formulas say, B": "the same" if said == counted else str(by_tokens)}
 
 
-def measure(model: Model, group: jax_ep.Group, top_nodes: int | None, repeats: int, float8: bool) -> Iterator[str]:
-    """The row of each way."""
-    shape, mesh, calls = model.shape, group.mesh, 2 if group.platform == "cpu" else 10
-    dense = Exchange(group.nodes, group.size // group.nodes, shape, top_nodes=top_nodes)
+def rows(top_nodes: int | None, run: Run) -> Iterator[Row]:
+    """A row for each way."""
+    group, mesh, calls = run.group, run.mesh, 2 if run.on_cpu else 10
+    model = model_of(run)
+    shape, dense = model.shape, Exchange(group.nodes, group.size // group.nodes, model.shape, top_nodes=top_nodes)
     drawn = draw_ids(shape, dense.nodes, dense.ranks, top_nodes)
     ids, weights, *matrices, tokens = operands = make_operands(model, drawn, mesh)
-    rows = rows_for_others(tokens_for_nodes(drawn, shape.experts, dense.nodes, dense.ranks))
+    needed = rows_for_others(tokens_for_nodes(drawn, shape.experts, dense.nodes, dense.ranks))
     kind = "any node" if top_nodes is None else f"{top_nodes} of {dense.nodes} nodes"
-    for way in ways(dense, drawn, group, float8):
+    for way in ways(dense, drawn, group, not run.options.quick):
         state = on_ranks(way.dispatch, mesh)(ids, weights, tokens)
         counted = count_bytes(way, operands, state)
         loops = {
@@ -168,52 +161,54 @@ def measure(model: Model, group: jax_ep.Group, top_nodes: int | None, repeats: i
             "layer": Loop(way.layer, (ids, weights, *matrices), tokens, calls),
             "step": Loop(way.step, (ids, weights, *matrices), tokens, calls),
         }
-        times = take_turns(compile_loops(loops, mesh), repeats)
-        group.check()
-        cells = [*in_bytes(way.exchange, counted, rows), *(f"{time:,.0f}" for time in times.values())]
-        yield row(kind, way, way.exchange.room, *cells)
+        times = {f"{name}, us": f"{time:,.0f}" for name, time in run.time(loops).items()}
+        yield {"experts of": kind, "way": way, "B": way.exchange.room} | in_bytes(way.exchange, counted, needed) | times
 
 
-def mesh_of_nodes(nodes: int | None) -> Mesh:
-    """The devices in the order of their processes, `nodes` along the first axis."""
+def model_of(run: Run) -> Model:
+    return TINY if run.on_cpu else SMALL if run.options.quick else V3
+
+
+def open_nodes(options: argparse.Namespace) -> jax_ep.Group | None:
+    """Of the devices in the order of their processes, with --nodes along the first axis; none for --model."""
+    if options.model:
+        return None
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    nodes = nodes or max(2, jax.process_count())
+    nodes = options.nodes or max(2, jax.process_count())
     if len(devices) % nodes:
         raise SystemExit(f"--nodes must divide the {len(devices)} devices, got {nodes}")
-    return Mesh(np.array(devices).reshape(nodes, -1), AXES)
+    return jax_ep.Group(Mesh(np.array(devices).reshape(nodes, -1), AXES), AXES, across_nodes=True)
 
 
-def print_model(shape: Shape) -> None:
-    for top_nodes in (None, 4):
-        for float8 in (False, True):
-            limit = "any host" if top_nodes is None else f"at most {top_nodes} hosts"
-            wire = "in float8" if float8 else f"in {shape.dtype}"
-            print(f"\n**A token's experts on {limit}, dispatched {wire}** ({shape}; {GPUS_OF_A_HOST} GPUs a host)\n")
-            print(model_table(shape, GPUS_OF_A_HOST, float8=float8, top_nodes=top_nodes))
+def cases(run: Run) -> list[Any]:
+    """How many nodes a token's experts are of; of the model also how the tokens travel."""
+    if run.options.model:
+        return [(top_nodes, float8) for top_nodes in (None, 4) for float8 in (False, True)]
+    return [None] if run.options.quick or run.group.nodes < 2 else [None, math.ceil(run.group.nodes / 2)]
 
 
-def main(arguments: list[str]) -> int:
-    """Every process measures; the first prints."""
-    parser = command_line("nodes", __doc__)
+def rows_of_case(case: Any, run: Run) -> Iterator[Row]:
+    if run.options.model:
+        return model_rows(V3.shape, GPUS_OF_A_HOST, float8=case[1], top_nodes=case[0])
+    return rows(case, run)
+
+
+def notes(run: Run) -> Iterator[str]:
+    if run.options.model:
+        yield f"a model, not a measurement: {V3.shape}; {GPUS_OF_A_HOST} GPUs a host; KB: 1000 bytes per token, forward"
+        return
+    ranks = run.group.size // run.group.nodes
+    yield f"{model_of(run)}; {run.group.nodes} nodes of {ranks} ranks; processes: {jax.process_count()}"
+    yield "B: tokens of a rank that have room on the way to each node"
+    yield "bytes: what a rank sends to other nodes, and takes from them, per token, in the compiled programs"
+    yield "least: a row for each token and other node that needs it"
+    yield f"us per call in one jitted loop, median of {run.options.repeats}"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, help="default: the processes, or 2")
     parser.add_argument("--quick", action="store_true", help="no float8, experts of any node; GPU: a smaller model")
-    parser.add_argument("--model", action="store_true", help="only print the formulas' tables, for 2 to 64 hosts")
-    options = parser.parse_args(arguments)
-    if options.model:
-        print_model(V3.shape)
-        return 0
-    show: Callable[..., None] = partial(print, flush=True) if jax.process_index() == 0 else lambda *_: None
-    with jax_ep.Group(mesh_of_nodes(options.nodes), AXES, across_nodes=True) as group:
-        model = TINY if group.platform == "cpu" else SMALL if options.quick else V3
-        note = repr(group._resolve("bench", "auto", serves_nodes=True))
-        show(header(list(group.mesh.devices.flat), note, ["nodes", *arguments]))
-        show(f"- {model}; {group.nodes} nodes of {group.size // group.nodes} ranks; processes: {jax.process_count()}")
-        show("- B: tokens of a rank that have room on the way to each node")
-        show("- bytes: what a rank sends to other nodes, and takes from them, per token, in the compiled programs")
-        show("- least: a row for each token and other node that needs it")
-        show(f"- us per call in one jitted loop, median of {options.repeats}\n")
-        show(heading(COLUMNS))
-        for top_nodes in [None] if options.quick or group.nodes < 2 else [None, math.ceil(group.nodes / 2)]:
-            for line in measure(model, group, top_nodes, options.repeats, not options.quick):
-                show(line)
-    return 0
+    parser.add_argument("--model", action="store_true", help="only print what the formulas say, for 2 to 64 hosts")
+
+
+BENCH = Bench(__doc__, cases, rows_of_case, notes, arguments, open=open_nodes)

@@ -6,9 +6,8 @@
 from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
 
-Find = Callable[..., tuple[Any, list[str]]]  # report.find
+Find = Callable[..., list[str]]  # report.find
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 BLUE, ORANGE, GREY, INK = "#3b6fb6", "#d9822b", "#9aa5b1", "#1f2933"
@@ -20,7 +19,6 @@ _LAYERS = {  # as the column "layer" of results has them
     "GPT-OSS": ("T=8192, H=2880, F=2880, top-4 of", 128, 64),
 }
 _PEER_SHAPES = ("v3-half", "gpt-oss-half", "qwen3-30b-half", "qwen3-30b-32k", "mixtral", "sonic-120b")
-_MOE = "T=4096, H=7168, top-8 of 256, bfloat16, uniform"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -66,9 +64,9 @@ def layers(find: Find) -> str:
     groups: dict[str, dict[str, float]] = {}
     for gpus in (2, 1):
         for model, (shape, *experts) in _LAYERS.items():
-            layer = f"{model}, {shape} {experts[2 - gpus]}" + ", uniform" * (gpus == 2)
+            layer = f"{model}, {shape} {experts[2 - gpus]}, uniform"
             for name, of_it in (("jax_ep", "jax_ep"), ("padded all_to_all of XLA", "padded all_to_all")):
-                _, (ratio,) = find(f"{gpus} H200", {"layer": layer, "of it": of_it}, ["of products"])
+                (ratio,) = find(f"{gpus} H200", {"layer": layer, "of it": of_it}, ["of products"])
                 groups.setdefault(f"{model}, {gpus} H200", {})[name] = float(ratio)
     title = "moe_mlp, forward: time over that of its matrix products alone"
     return bars(title, groups, "{:.3f}", (1, "products alone"))
@@ -78,31 +76,14 @@ def peers(find: Find) -> str:
     names = ("jax_ep", "sonic", "torch_grouped_mm", "dense")
     groups: dict[str, dict[str, float]] = {}
     for shape in _PEER_SHAPES:
-        _, cells = find("1 H200", {"shape": shape}, list(names), "step, us (TFLOP/s)")
+        cells = find("1 H200", {"shape": shape, "quantity": "step, us (TFLOP/s)"}, names)
         *times, products = (float(cell.split()[0].replace(",", "")) for cell in cells)
         groups[shape] = {name: time / products for name, time in zip(names, times, strict=False)}
     title = "A step on one H200: time over that of dense products alone"
     return bars(title, groups, "{:.3f}", (1, "products alone"))
 
 
-def ranks(find: Find) -> str:
-    moe = {op: ({"shape": _MOE, "op": op}, "remote GB/s") for op in ("dispatch", "combine")}
-    ragged = {"lax.ragged_all_to_all": ({"exchange": "jax_ep.lax.ragged_all_to_all"}, "remote GB/s")}
-    rows = "uniform ids, table 5,000,000 x 2048, 50,000 rows a rank, float32"
-    sparse = {"sparse_all_reduce": ({rows: "jax_ep, bitmap"}, "GB/s")}
-    groups: dict[str, dict[str, float]] = {}
-    for op, (names, heading) in (moe | ragged | sparse).items():
-        for gpus in (2, 4):
-            _, (rate,) = find(f"{gpus} H200", names, [heading])
-            groups.setdefault(op, {})[f"{gpus} H200"] = float(rate)
-    return bars("GB/s that a rank gets from others", groups, "{:.0f}", (370, "NVLink, one way: 370"))
-
-
-PICTURES: dict[str, Callable[[Find], str]] = {
-    "layers": layers,
-    "peers": peers,
-    "ranks": ranks,
-}
+PICTURES: dict[str, Callable[[Find], str]] = {"layers": layers, "peers": peers}
 
 
 def write(find: Find) -> None:

@@ -1,6 +1,6 @@
 """ragged_all_to_all beside `jax.lax`'s and the dense all_to_all of as many bytes: `python -m jax_ep bench ragged`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ep
 
-from .in_jit_loop import AXIS, ChainedLoop, Loop, compile_loops, draw, take_turns
+from .in_jit_loop import AXIS, ChainedLoop, Loop, draw
 from .moe_cases import SEED, Case, Shape, make_ids
-from .provenance import command_line, heading, open_group, row
+from .runner import Bench, Row, Run
 
 GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
 CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
@@ -36,30 +36,33 @@ def dense(last: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
 
 
-def main(arguments: list[str]) -> int:
-    options = command_line("ragged", __doc__).parse_args(arguments)
-    with open_group(["ragged", *arguments]) as group:
-        mesh, ranks, on_cpu = group.mesh, group.size, group.platform == "cpu"
-        case = CPU_CASE if on_cpu else GPU_CASE
-        shape = case.shape
-        sharding = NamedSharding(mesh, P(AXIS))
-        plan = exchange_plan(case, ranks)
-        counts = plan[1].reshape(ranks, ranks)
-        room = int(counts.sum(axis=0).max())
-        sent = draw(mesh, SEED, ranks * shape.tokens * shape.top_k, shape.hidden, dtype=jnp.dtype(shape.dtype))
-        empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
-        operands = (sent, *(jax.device_put(x, sharding) for x in plan))
-        remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
+def cases(run: Run) -> list[Case]:
+    return [CPU_CASE if run.on_cpu else GPU_CASE]
 
-        loops: dict[str, Loop] = {
-            "jax_ep.lax.ragged_all_to_all": ChainedLoop(by(jax_ep.lax.ragged_all_to_all), operands, empty, calls=50)
-        }
-        if not on_cpu:  # jax.lax has none on the CPU
-            loops["jax.lax.ragged_all_to_all"] = ChainedLoop(by(jax.lax.ragged_all_to_all), operands, empty, calls=2)
-        loops["dense all_to_all"] = ChainedLoop(dense, (), sent, calls=50)
-        times = take_turns(compile_loops(loops, mesh), options.repeats)
-    print(f"- {shape}: {remote / 2**20:,.0f} MiB to other ranks from the busiest\n")
-    print(heading("exchange | us | remote GB/s"))
-    for name, time in times.items():
-        print(row(name, f"{time:,.0f}", f"{remote / time / 1e3:,.0f}"))
-    return 0
+
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    mesh, ranks, shape = run.mesh, run.group.size, case.shape
+    sharding = NamedSharding(mesh, P(AXIS))
+    plan = exchange_plan(case, ranks)
+    counts = plan[1].reshape(ranks, ranks)
+    room = int(counts.sum(axis=0).max())
+    sent = draw(mesh, SEED, ranks * shape.tokens * shape.top_k, shape.hidden, dtype=jnp.dtype(shape.dtype))
+    empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
+    operands = (sent, *(jax.device_put(x, sharding) for x in plan))
+    remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
+
+    loops: dict[str, Loop] = {
+        "jax_ep.lax.ragged_all_to_all": ChainedLoop(by(jax_ep.lax.ragged_all_to_all), operands, empty, calls=50)
+    }
+    if not run.on_cpu:  # jax.lax has none on the CPU
+        loops["jax.lax.ragged_all_to_all"] = ChainedLoop(by(jax.lax.ragged_all_to_all), operands, empty, calls=2)
+    loops["dense all_to_all"] = ChainedLoop(dense, (), sent, calls=50)
+    for name, time in run.time(loops).items():
+        yield {"exchange": name, "us": f"{time:,.0f}", "remote GB/s": f"{remote / time / 1e3:,.0f}"}
+
+
+def notes(run: Run) -> list[str]:
+    return [f"{cases(run)[0].shape}; remote: what the busiest rank sends to others"]
+
+
+BENCH = Bench(__doc__, cases, rows, notes)

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jax_ep
 from jax_ep import SparseRows
 
-from .in_jit_loop import AXIS, Loop, check_alike, compile_loops, draw, on_ranks, take_turns
-from .provenance import command_line, heading, open_group, row
+from .in_jit_loop import AXIS, Loop, check_alike, draw, on_ranks
+from .runner import Bench, Row, Run
 
 SEED = 0
 KINDS = ("uniform", "Zipf")
@@ -36,7 +36,6 @@ class Shape:
 
 CPU_SHAPE = Shape(1_000_000, 64, 4_000)
 GPU_SHAPE = Shape(5_000_000, 2048, 50_000)
-
 
 Formulation = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # of a rank's ids and values
 
@@ -125,13 +124,13 @@ def union_and_psum(num_rows: int, capacity: int) -> Formulation:
     return run
 
 
-def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> Iterator[str]:
-    """Checks the formulations against each other, times them in turns, and yields the lines of a table."""
+def rows(kind: str, run: Run) -> Iterator[Row]:
+    """Checks the formulations against each other, and times them."""
+    group, shape = run.group, CPU_SHAPE if run.on_cpu else GPU_SHAPE
     ids = draw_ids(kind, shape, group.size)
     needed = load(ids, shape.num_rows)
     capacity, own_capacity = round_up(needed.union), round_up(needed.largest_share)
     mine = partial(ours, group, shape.num_rows)
-    calls = 3 if group.platform == "cpu" else 20
     gathered = (group.size - 1) * shape.entries
     summed = 2 * capacity * (group.size - 1) / group.size
     replicated = {
@@ -144,12 +143,17 @@ def measure(kind: str, shape: Shape, group: jax_ep.Group, repeats: int) -> Itera
     flat_ids, values = place_entries(ids, shape.width, group.mesh)
     check_equal(replicated, group, flat_ids, values)
     formulations = replicated | {"jax_ep, sharded": mine(own_capacity, sharded=True)}
-    loops = {name: Loop(one, (flat_ids,), values, calls) for name, one in formulations.items()}
-    times = take_turns(compile_loops(loops, group.mesh), repeats)
-    yield heading(f"{kind} ids, {shape} | us | received MB a rank | GB/s")
-    for (name, time), rows in zip(times.items(), received, strict=True):
-        size = rows * shape.row_bytes
-        yield row(name, f"{time:,.0f}", f"{size / 1e6:,.1f}", f"{size / time / 1e3:,.1f}")
+    calls = 3 if run.on_cpu else 20
+    times = run.time({name: Loop(one, (flat_ids,), values, calls) for name, one in formulations.items()})
+    for (name, time), count in zip(times.items(), received, strict=True):
+        size = count * shape.row_bytes
+        yield {
+            "ids": f"{kind}, {shape}",
+            "formulation": name,
+            "us": f"{time:,.0f}",
+            "received MB a rank": f"{size / 1e6:,.1f}",
+            "GB/s": f"{size / time / 1e3:,.1f}",
+        }
 
 
 def check_equal(formulations: dict[str, Formulation], group: jax_ep.Group, ids: jax.Array, values: jax.Array) -> None:
@@ -163,11 +167,4 @@ def check_equal(formulations: dict[str, Formulation], group: jax_ep.Group, ids: 
         check_alike(name, sums, expected[1], 1e-5)
 
 
-def main(arguments: list[str]) -> int:
-    options = command_line("sparse", __doc__).parse_args(arguments)
-    with open_group(["sparse", *arguments]) as group:
-        for kind in KINDS:
-            print()
-            for line in measure(kind, CPU_SHAPE if group.platform == "cpu" else GPU_SHAPE, group, options.repeats):
-                print(line, flush=True)
-    return 0
+BENCH = Bench(__doc__, lambda run: KINDS, rows)

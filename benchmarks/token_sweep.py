@@ -10,18 +10,31 @@ import jax
 import jax_ep
 
 from .formulations import result_and_gradients
-from .in_jit_loop import Loop, compile_loops, take_turns
+from .in_jit_loop import Loop
 from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
-from .provenance import heading, row
+from .runner import Row, Run
 
 DECODED = (1, 8, 32, 128)
 TOKENS = (*DECODED, 256, 512, 513, 1024, 2048, 8192, 32768)
-HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
-CPU_TOKENS, CPU_HIDDEN, CPU_INNER, CPU_EXPERTS = (*DECODED, 512, 513), 128, 64, 16
+CPU_TOKENS = (*DECODED, 512, 513)
+MODEL = Model("", Shape(0, 2048, 8, 128, "bfloat16"), 768)
+CPU_MODEL = Model("", Shape(0, 128, 8, 16, "bfloat16"), 64)
 CALLS, FEW_CALLS, MANY_TOKENS = 50, 10, 2048
 DECODING = ("dispatch, combine", "layer", "layer, shared tokens")
 
 Op = Callable[..., Any]
+
+
+class Tokens(int):
+    """A case: so many of a rank; shared tokens: of all ranks."""
+
+    @property
+    def quick(self) -> bool:
+        return self in DECODED
+
+
+def cases(run: Run) -> list[Tokens]:
+    return [Tokens(tokens) for tokens in (CPU_TOKENS if run.on_cpu else TOKENS)]
 
 
 def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
@@ -56,20 +69,17 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
     return {name: op for name, op in each.items() if name in DECODING} if quick else each
 
 
-def run(group: jax_ep.Group, repeats: int, quick: bool) -> None:
-    """Prints a line for each number of tokens a rank (shared tokens: of all ranks): microseconds."""
-    on_cpu, mesh = group.platform == "cpu", group.mesh
-    hidden, inner, experts = (CPU_HIDDEN, CPU_INNER, CPU_EXPERTS) if on_cpu else (HIDDEN, INNER, EXPERTS)
-    each = ops(group, experts, quick)
-    names = " | ".join(f"{name}, us" for name in each)
-    print(heading(f"tokens a rank, H={hidden}, F={inner}, E={experts}, top-{TOP_K} | {names}"), flush=True)
-    shape = Shape(0, hidden, TOP_K, experts, "bfloat16")
-    own = jax_ep.Experts(*draw_matrices(Model("any", shape, inner), mesh))
-    for tokens in DECODED if quick else CPU_TOKENS if on_cpu else TOKENS:
-        case = Case(dataclasses.replace(shape, tokens=tokens))
-        operands = make_inputs(case.shape, make_ids(case, group.size), mesh)
-        calls = FEW_CALLS if on_cpu or tokens > MANY_TOKENS else CALLS
-        loops = {name: Loop(op, operands, own, calls) for name, op in each.items()}
-        times = take_turns(compile_loops(loops, mesh), repeats)
-        print(row(f"{tokens:,}", *(f"{time:,.1f}" for time in times.values())), flush=True)
-    group.check()
+def row(tokens: int, run: Run) -> Row:
+    """Microseconds of each op."""
+    mesh, model = run.mesh, CPU_MODEL if run.on_cpu else MODEL
+    shape = dataclasses.replace(model.shape, tokens=int(tokens))
+    gate, up, down = draw_matrices(model, mesh)
+    own = jax_ep.Experts(gate=gate, up=up, down=down)
+    operands = make_inputs(shape, make_ids(Case(shape), run.group.size), mesh)
+    calls = FEW_CALLS if run.on_cpu or tokens > MANY_TOKENS else CALLS
+    each = ops(run.group, shape.experts, run.options.quick)
+    times = run.time({name: Loop(op, operands, own, calls) for name, op in each.items()})
+    layer = f"H={shape.hidden}, F={model.width}, E={shape.experts}, top-{shape.top_k}"
+    return {"tokens a rank": f"{tokens:,}", "layer": layer} | {
+        f"{name}, us": f"{time:,.1f}" for name, time in times.items()
+    }

@@ -26,7 +26,7 @@ _DEMOS = {  # their modules and what they do
 }
 _BENCHES = {
     "moe": "dispatch and combine",
-    "layer": "moe_mlp beside its products alone, --float8 too",
+    "layer": "moe_mlp beside its products alone; --float8, --biases",
     "peers": "moe_mlp beside other libraries' layers on one GPU",
     "deep_ep": "dispatch and combine beside DeepEP's",
     "ragged": "ragged_all_to_all",
@@ -70,7 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command in _DEMOS:
             return load("examples", _DEMOS[options.command][0]).main(rest)
-        return load("benchmarks", "provenance").run(options.what, load("benchmarks", options.what).main, rest)
+        what = str(options.what)
+        if what == "report":
+            return load("benchmarks", what).main(rest)
+        bench = load("benchmarks", "peers.run" if what == "peers" else what).BENCH
+        return load("benchmarks", "runner").main(what, bench, rest)
     except ModuleNotFoundError as error:
         if error.name not in _DEMO_EXTRAS:
             raise

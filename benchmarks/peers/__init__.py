@@ -8,11 +8,6 @@ with torch 2.11 on Python 3.12.
     python -m jax_ep bench peers --site /tmp/peers --peers sonic --tune    # once, about a minute a shape
     python -m jax_ep bench peers --site /tmp/peers
 
-All hold their operands at once: where the memory does not suffice, name fewer --peers.
+All hold their operands at once: where the memory does not suffice, name fewer --peers. A peer is a module of this
+folder with a `Layer` (child.py), which runs in a process of its own.
 """
-
-
-def main(arguments: list[str]) -> int:
-    from .run import main  # not at the top: the processes of torch need no JAX
-
-    return main(arguments)

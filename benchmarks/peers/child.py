@@ -3,12 +3,14 @@
     {"shape": name, "operands": file, "expected": file} -> {"error": .., "kept": .., "peak": ..}
     {"quantity": name, "heat": seconds} -> {name: us}
 
-An exception answers {"failed": text}. A `Layer` has two methods. prepare(shape, operands) runs every pass once; it
-returns the results that `shapes.expected` names, of the first tokens or of all, and MiB: "kept", which a training
-forward leaves beside operands and output, and "peak", which a step takes beside its operands, results included.
+An exception answers {"failed": text}. The `Layer` of a peer's module has two methods. prepare(shape, operands) runs
+every pass once; it returns the results that `shapes.expected` names, of the first tokens or of all, and MiB: "kept",
+which a training forward leaves beside operands and output, and "peak", which a step takes beside its operands, results
+included.
 microseconds(quantity, heat) is the time of a call after so many seconds of the same. What is unknown is left out.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -33,13 +35,7 @@ def answer(layer: Any, question: dict[str, Any]) -> dict[str, Any]:
 def main(peer: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
-    if peer == "jax_ep":
-        from .layer_jax import Layer
-    elif peer == "deep_ep":
-        from .layer_deep_ep import Layer
-    else:
-        from .layer_torch import Layer
-    layer = Layer(peer)
+    layer = importlib.import_module(f".{peer}", __package__).Layer()
     for line in sys.stdin:
         try:
             found = answer(layer, json.loads(line))

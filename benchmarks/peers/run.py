@@ -1,4 +1,4 @@
-"""The parent: a process for each peer, all in turns, and tables of what they took."""
+"""The parent: a process for each peer, all in turns."""
 
 import argparse
 import contextlib
@@ -19,26 +19,20 @@ import jax
 import numpy as np
 
 from ..in_jit_loop import HEAT_SECONDS, teraflops
-from ..provenance import header, heading, row
+from ..runner import Bench, Row, Run, log
+from . import __doc__ as about
 from .shapes import SHAPES, TINY, draw, expected
 
 OURS = "jax_ep"
-PACKAGES = {
-    OURS: (),
-    "sonic": ("torch", "triton", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl-libs-cu13"),
-    "torch_grouped_mm": ("torch",),
-    "dense": ("torch",),
-}
+PEERS = (OURS, "sonic", "torch_grouped_mm", "dense")
+PACKAGES = ("torch", "triton", "sonic-moe", "quack-kernels", "nvidia-cutlass-dsl-libs-cu13")
 PASSES = {"forward": 1, "step": 3}  # products, in those of a forward pass
-TITLES = {quantity: f"{quantity}, us (TFLOP/s)" for quantity in PASSES} | {
-    "kept": "kept by a training forward beside operands and output, MiB",
-    "peak": "peak of a step beside operands, results included, MiB",
-}
+TITLES = {quantity: f"{quantity}, us (TFLOP/s)" for quantity in PASSES} | {"kept": "kept, MiB", "peak": "peak, MiB"}
 TOLERANCE = 3e-2  # of the largest value: several roundings to bfloat16
 PATIENCE = 300  # seconds, after which a child hangs
 PREALLOCATE, FRACTION = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
-Results = dict[str, dict[str, dict[str, list[float]]]]  # by shape, quantity and peer; of each round
+Results = dict[str, dict[str, list[float]]]  # by quantity and peer; of each round
 
 
 class Child:
@@ -77,36 +71,36 @@ class Child:
 
 
 class Comparison:
-    def __init__(self, children: dict[str, Child], deadline: float):
-        self._children, self._deadline = children, deadline
-        self.results: Results = {}
+    def __init__(self, children: dict[str, Child], run: Run):
+        self._children, self._run = children, run
+        self._deadline = time.monotonic() + run.options.seconds
+        self._results: Results = {}
 
     @property
     def seconds_left(self) -> float:
         return self._deadline - time.monotonic()
 
-    def prepare(self, name: str, folder: Path) -> list[str]:
-        """The peers that yield what is expected."""
+    def measure(self, name: str, folder: Path, rounds: int, heat: float) -> Results:
+        """In turns. Who begins changes from round to round. Peers that do not yield what is expected are left out.
+
+        A run of each before the first round does not count: the first timing of a shape is up to 17 % slower.
+        """
+        self._results = {}
         files = {"operands": str(folder / "operands.npz"), "expected": str(folder / "expected.npz")}
         operands = draw(SHAPES[name])
         np.savez(files["operands"], allow_pickle=False, **operands)
         np.savez(files["expected"], allow_pickle=False, **expected(SHAPES[name], operands))
-        return [peer for peer in list(self._children) if self._ask(peer, name, shape=name, **files)]
-
-    def time(self, name: str, peers: list[str], rounds: int, heat: float) -> None:
-        """In turns. Who begins changes from round to round.
-
-        A run of each before the first round does not count: the first timing of a shape is up to 17 % slower.
-        """
+        peers = [peer for peer in list(self._children) if self._ask(peer, name, shape=name, **files)]
         if rounds:
             peers = [peer for peer in peers if self._ask(peer, name, False, quantity="forward", heat=heat)]
         for _ in range(rounds):
             for quantity in PASSES:
                 peers = [peer for peer in peers if self._ask(peer, name, quantity=quantity, heat=heat)]
             peers = peers[1:] + peers[:1]
+        return self._results
 
     def _ask(self, peer: str, name: str, counts: bool = True, /, **question: Any) -> bool:
-        """False if it failed, of which a line tells. A child that ended or hangs is closed."""
+        """False if it failed, which is noted. A child that ended or hangs is closed."""
         if self.seconds_left <= 0:
             return False
         try:
@@ -117,26 +111,47 @@ class Comparison:
             self._children.pop(peer).close()
             answer = {"failed": f"{lost}; it is left out from here on"}
         known = {quantity: value for quantity, value in answer.items() if isinstance(value, float)}
-        print(f"{name}, {peer}: {known}", file=sys.stderr, flush=True)
+        log(f"{name}, {peer}: {known}")
         for quantity, value in known.items() if counts else ():
-            self.results.setdefault(name, {}).setdefault(quantity, {}).setdefault(peer, []).append(value)
+            self._results.setdefault(quantity, {}).setdefault(peer, []).append(value)
         if not known.get("error", 0) <= TOLERANCE:
             answer = {"failed": f"off by {known['error']:.1e} of the largest value"}
         if "failed" in answer:
-            print(f"- {peer} failed at {name}, {question.get('quantity', 'prepare')}: {answer['failed']}", flush=True)
+            self._run.note(f"{peer} failed at {name}, {question.get('quantity', 'prepare')}: {answer['failed']}")
         return "failed" not in answer
 
 
-def table(quantity: str, results: Results, peers: list[str]) -> Iterator[str]:
+def rows(shapes: list[str], run: Run) -> Iterator[Row]:
     """Medians of each peer, and of ours over it in each round, which stand in brackets."""
+    options = run.options
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        children = {peer: Child(peer, environment(peer, options.cache), folder / peer) for peer in options.peers}
+        for child in children.values():
+            stack.callback(child.close)
+        comparison = Comparison(children, run)
+        for name in shapes:
+            results = {}
+            if comparison.seconds_left > 0:
+                rounds, heat = 0 if options.tune else options.repeats, 0 if run.on_cpu else HEAT_SECONDS
+                results = comparison.measure(name, folder, rounds, heat)
+            for quantity in TITLES if results else ():
+                yield row(name, quantity, results.get(quantity, {}), options.peers)
+        if comparison.seconds_left <= 0:
+            run.note(f"stopped after {options.seconds:g} s")
+
+
+def row(name: str, quantity: str, values: dict[str, list[float]], peers: list[str]) -> Row:
     others = [peer for peer in peers if peer != OURS and OURS in peers]
-    columns = ["shape", *peers, *(f"{OURS} / {peer}" for peer in others)]
-    yield f"\n{TITLES[quantity]}\n\n{heading(' | '.join(columns))}"
-    for name, quantities in results.items():
-        values = quantities.get(quantity, {})
-        cells = [cell(quantity, name, values[peer]) if peer in values else "-" for peer in peers]
-        cells += [ratio(values[OURS], values[peer]) if {OURS, peer} <= values.keys() else "-" for peer in others]
-        yield row(name, *cells)
+    return {
+        "shape": name,
+        "quantity": TITLES[quantity],
+        **{peer: cell(quantity, name, values[peer]) if peer in values else "-" for peer in peers},
+        **{
+            f"{OURS} / {peer}": ratio(values[OURS], values[peer]) if {OURS, peer} <= values.keys() else "-"
+            for peer in others
+        },
+    }
 
 
 def cell(quantity: str, name: str, values: list[float]) -> str:
@@ -162,41 +177,34 @@ def environment(peer: str, cache: Path) -> dict[str, str]:
     return found | {f"{of}_CACHE_DIR": str(cache.resolve() / of) for of in ("QUACK", "TRITON", "TORCHINDUCTOR")}
 
 
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jax_ep bench peers", description=__doc__)
-    parser.add_argument("--peers", nargs="+", choices=PACKAGES, default=list(PACKAGES), help="[all]")
+def open_none(options: argparse.Namespace) -> None:
+    """The children need the GPU's memory."""
+    os.environ[PREALLOCATE] = "false"
+    if options.site:  # the DSL names its folder in a .pth, which counts in Python's own folders alone
+        sys.path[:0] = [str(options.site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/python_packages")]
+
+
+def cases(run: Run) -> list[list[str]]:
+    """One, for the children live as long as it does."""
+    return [run.options.shapes or [name for name in SHAPES if (name == TINY) == run.on_cpu]]
+
+
+def notes(run: Run) -> Iterator[str]:
+    when = "cold, on a CPU" if run.on_cpu else f"after {HEAT_SECONDS:g} s of the same"
+    yield f"bfloat16; a process for each peer, all in turns, each {when}"
+    yield f"median of at most {run.options.repeats} rounds; in brackets every round's ratio"
+    yield "all have the same random operands and cotangents; dense: the products alone, of equal groups"
+    yield "kept: by a training forward beside operands and output; peak: of a step beside operands, results included"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS), help="[all]")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help=f"[all but {TINY}; on a CPU {TINY}]")
-    parser.add_argument("--rounds", type=int, default=3, help="of turns [%(default)s]")
     parser.add_argument("--seconds", type=float, default=550, help="then prints what it has [%(default)g]")
     parser.add_argument("--tune", action="store_true", help="only prepares the shapes, which fills the cache")
     parser.add_argument("--site", type=Path, help="folder of SonicMoE's packages")
     cache = Path(tempfile.gettempdir()) / "jax_ep_peers"
     parser.add_argument("--cache", type=Path, default=cache, help="of compiled and tuned kernels [%(default)s]")
-    options = parser.parse_args(arguments)
-    deadline = time.monotonic() + options.seconds
 
-    os.environ[PREALLOCATE] = "false"  # the children need the memory
-    on_cpu = jax.default_backend() == "cpu"
-    if options.site:  # the DSL names its folder in a .pth, which counts in Python's own folders alone
-        sys.path[:0] = [str(options.site.resolve() / each) for each in ("", "nvidia_cutlass_dsl/python_packages")]
-    packages = list(dict.fromkeys(each for peer in options.peers for each in PACKAGES[peer]))
-    print(header(jax.devices()[:1], "one rank", ["peers", *arguments], packages))
-    when = "cold, on a CPU" if on_cpu else f"after {HEAT_SECONDS:g} s of the same"
-    print(f"- bfloat16; a process for each peer, all in turns, each {when}")
-    print(f"- median of at most {options.rounds} rounds; in brackets every round's ratio")
-    print("- all have the same random operands and cotangents; dense: the products alone, of equal groups", flush=True)
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        children = {peer: Child(peer, environment(peer, options.cache), folder / peer) for peer in options.peers}
-        for child in children.values():
-            stack.callback(child.close)
-        comparison = Comparison(children, deadline)
-        for name in options.shapes or [name for name in SHAPES if (name == TINY) == on_cpu]:
-            if comparison.seconds_left > 0:
-                ready = comparison.prepare(name, folder)
-                comparison.time(name, ready, 0 if options.tune else options.rounds, 0 if on_cpu else HEAT_SECONDS)
-    if comparison.seconds_left <= 0:
-        print(f"- stopped after {options.seconds:g} s")
-    for quantity in () if options.tune else TITLES:
-        print("\n".join(table(quantity, comparison.results, options.peers)))
-    return 0
+
+BENCH = Bench(about, cases, rows, notes, arguments, repeats=3, open=open_none, packages=PACKAGES)
