@@ -2,7 +2,7 @@
 
     python -m tests.gpu --minutes 20
     python -m tests.gpu --minutes 20 --commit 46c8511      # where there is no .git
-    python -m tests.gpu --readme                           # runs nothing: puts the last stamp into README.md
+    python -m tests.gpu --page                             # runs nothing: puts the stamps into docs/versions.md
 
 The tests take three fifths of the time, random programs the rest; --memcheck gives every kernel an hour under
 compute-sanitizer. What is still running when its time is over ends, and the stamp says so. No xdist is needed.
@@ -29,7 +29,7 @@ from jax_ep.version import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMPS = ROOT / "benchmarks" / "results" / "gpu_tests.json"  # by what they ran on: the last one of each
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "versions.md"
 WORKERS = 4  # conftest.py: few processes share a GPU
 
 # First what runs on GPUs alone, then the kernels, then all else that time is left for.
@@ -122,16 +122,15 @@ def stamps() -> dict[str, Any]:
     return json.loads(STAMPS.read_text()) if STAMPS.exists() else {}
 
 
-def readme_line() -> str:
-    """What README.md says of the last run."""
-    if not stamps():
-        return "Tests on GPUs: none stamped yet (`python -m tests.gpu`)."
-    where, last = max(stamps().items(), key=lambda item: item[1]["date"])
-    tests = ", ".join(f"{last['tests'][name]} {name}" for name in ("passed", "skipped", "failed"))
-    over = "" if last["tests"]["ended"] is not None else "; the others were not reached in time"
-    return (
-        f"Tests on GPUs: {last['date'][:10]}, commit {last['commit']}, {where}: {tests}{over} (`python -m tests.gpu`)."
-    )
+def with_stamps(page: str) -> str:
+    """`page`, whose table of tests on GPUs is that of the stamps."""
+    rows = ["| GPUs | date | commit | passed | skipped | failed |", "|---|---|---|---|---|---|"]
+    for where, stamp in stamps().items():
+        tests = stamp["tests"]
+        over = "" if tests["ended"] is not None else ", and others not reached in time"
+        counts = tests["passed"], f"{tests['skipped']}{over}", tests["failed"]
+        rows.append(f"| {' | '.join(map(str, (where, stamp['date'][:10], stamp['commit'], *counts)))} |")
+    return re.sub(r"^\| GPUs \|.*\n(?:\|.*\n)+", lambda _: "\n".join(rows) + "\n", page, flags=re.MULTILINE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,10 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=STAMPS, help="the file of stamps")
     parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")), help="of the fuzzer")
     parser.add_argument("--memcheck", action="store_true", help="every kernel under compute-sanitizer too: an hour")
-    parser.add_argument("--readme", action="store_true", help="run nothing, put the last stamp into README.md")
+    parser.add_argument("--page", action="store_true", help="run nothing, put the stamps into docs/versions.md")
     options = parser.parse_args(arguments)
-    if options.readme:
-        README.write_text(re.sub(r"^Tests on GPUs: .*$", readme_line(), README.read_text(), flags=re.MULTILINE))
+    if options.page:
+        PAGE.write_text(with_stamps(PAGE.read_text()))
         return 0
     where = gpus()
     stamp: dict[str, Any] = {
@@ -160,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.memcheck:
         stamp["memcheck"] = run_memcheck()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(stamps() | {where: stamp}, indent=2) + "\n")
+    lines = [f" {json.dumps(name)}: {json.dumps(each)}" for name, each in (stamps() | {where: stamp}).items()]
+    options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(json.dumps(stamp, indent=2))
     return int(any(part["failed"] for part in stamp.values() if isinstance(part, dict) and "failed" in part))
 

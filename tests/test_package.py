@@ -57,9 +57,11 @@ def test_a_library_of_another_version_is_refused() -> None:
     assert output.count("Traceback") == 1
 
 
-def test_readme_names_the_last_run_on_gpus() -> None:
-    """`python -m tests.gpu --readme` writes the line."""
-    assert gpu.readme_line() in gpu.README.read_text().splitlines()
+def test_the_page_has_the_last_runs_on_gpus() -> None:
+    """`python -m tests.gpu --page` writes the table."""
+    page = gpu.PAGE.read_text()
+    assert gpu.with_stamps(page) == page
+    assert all(stamp["commit"] in page for stamp in gpu.stamps().values())
 
 
 @pytest.mark.parametrize(("package", "script"), [("examples", "moe_lm_data"), ("benchmarks", "moe_cases")])
