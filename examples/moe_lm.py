@@ -28,7 +28,7 @@ class Config:
     experts: int = 16
     top_k: int = 2
     d_expert: int = 256
-    capacity: float = 1.5  # rows a device may receive, as a multiple of the mean
+    capacity_factor: float = 1.5  # rows a device may receive, as a multiple of the mean
     balance_weight: float = 0.01
     z_weight: float = 0.001
     implementation: jax_ep.Implementation = "auto"
@@ -128,7 +128,7 @@ def experts(
         weights,
         jax_ep.Experts(None, layer.expert_in, layer.expert_out, activation="gelu"),
         group=group,
-        capacity=config.capacity,
+        capacity_factor=config.capacity_factor,
         precision=config.precision,
         on_overflow="drop",
         implementation=config.implementation,
@@ -191,7 +191,7 @@ def loss(params: Params, batch: jax.Array, config: Config, group: jax_ep.Group) 
 
 def generate(params: Params, prompt: bytes, length: int, seed: int, config: Config, group: jax_ep.Group) -> bytes:
     """Continues the prompt to `length` bytes at temperature 0.8. All devices sample; the first one's text is kept."""
-    config = dataclasses.replace(config, capacity=float(group.size))  # a sample is too small to be balanced
+    config = dataclasses.replace(config, capacity_factor=group.size)  # a sample is too small to be balanced
     start = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.frombuffer(prompt, jnp.uint8))
 
     def per_device(params: Params) -> jax.Array:

@@ -161,7 +161,7 @@ def main(arguments: list[str]) -> int:
         prog="python -m jax_ep demo-sparse", description="Train word vectors with sparse gradients."
     )
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")

@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> int:
     """Returns 0 if the loss fell and the gradients agreed with gradients by XLA's own collectives."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo-mlp", description="Train a tensor-parallel MLP.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")

@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "ffi", "xla"), default="auto")
+    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
     parser.add_argument("--float8", action="store_true", help="train once more with experts in float8, and compare")
     options = parser.parse_args(arguments)

@@ -69,7 +69,7 @@ class KernelBackend(Backend):
         self._watchdog = Watchdog(opened, name, exits=exits)
 
     def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
-        return logged(op, "ffi", f"there are kernels for {self.ranks.platform}")
+        return logged(op, "kernels", f"there are kernels for {self.ranks.platform}")
 
     def close(self, *, in_order: bool) -> None:
         try:
@@ -88,7 +88,7 @@ class NodesBackend(Backend):
     """
 
     def __init__(self, ranks: Ranks, inside: Backend, liveness: Liveness | None):
-        refusal = "groups across nodes need implementation='xla', got 'ffi'"
+        refusal = "groups across nodes need implementation='xla', got 'kernels'"
         super().__init__(ranks, inside.native, refusal, "its kernels do not leave a node")
         self._inside, self._liveness = inside, liveness
         if liveness is not None:

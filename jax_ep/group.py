@@ -122,7 +122,7 @@ class Group:
                 raise
             return NodesBackend(ranks, inside._backend, liveness)
         if self._spans_cpu_processes:
-            refusal = "CPU groups of several processes need implementation='xla', got 'ffi'"
+            refusal = "CPU groups of several processes need implementation='xla', got 'kernels'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
         if not ffi.is_built(self.platform):
             refusal = (
@@ -199,7 +199,7 @@ class Group:
             self.intranode._close(in_order=in_order)
 
     def _resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool = False) -> Resolved:
-        """ "ffi" or "xla": the same answer on every rank, from the platform and the processes alone.
+        """ "kernels" or "xla": the same answer on every rank, from the platform and the processes alone.
 
         Args:
           op: what the user called, for errors and the log.
@@ -208,9 +208,9 @@ class Group:
 
         Raises:
           ValueError: there is no such implementation.
-          GroupClosedError, PlatformError: the group is closed, or has no kernels for it and "ffi" was asked for.
+          GroupClosedError, PlatformError: the group is closed, or has no kernels for it and "kernels" was asked for.
         """
-        checks.check_one_of(op, "implementation", implementation, Implementation)
+        checks.check_one_of(op, "implementation", implementation, Literal["auto", Resolved])
         if self._closed:
             raise GroupClosedError(f"{op}: {self!r} is closed")
         if implementation == "xla":

@@ -111,9 +111,9 @@ def require_native() -> None:
         pytest.fail(f"the library for {platform!r} is not built, run `pip install .`", pytrace=False)
 
 
-@pytest.fixture(params=["ffi", "xla"])
+@pytest.fixture(params=["kernels", "xla"])
 def implementation(request: pytest.FixtureRequest) -> Implementation:
-    if request.param == "ffi":
+    if request.param == "kernels":
         require_native()
     return request.param
 

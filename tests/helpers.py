@@ -166,13 +166,13 @@ def fields(out: Dispatched) -> dict[str, Any]:
 
 
 def awaiting_failure(
-    group: Group, match: str, implementation: Implementation = "ffi"
+    group: Group, match: str, implementation: Implementation = "kernels"
 ) -> contextlib.AbstractContextManager[object, bool | None]:
     """Around the awaiting of an op that fails: kernels on the CPU raise there; a GPU's, and XLA, deliver NaN.
 
     A program of one CPU device runs inline, and XLA's error for a bad argument is a ValueError.
     """
-    if group.platform == "cpu" and implementation == "ffi":
+    if group.platform == "cpu" and implementation == "kernels":
         inline = (ValueError,) if group.mesh.size == 1 else ()
         return pytest.raises((jax.errors.JaxRuntimeError, *inline), match=match)
     return contextlib.nullcontext()
@@ -180,7 +180,7 @@ def awaiting_failure(
 
 @contextlib.contextmanager
 def expect_failure(
-    group: Group, error: type[JaxEpError], match: str, implementation: Implementation = "ffi"
+    group: Group, error: type[JaxEpError], match: str, implementation: Implementation = "kernels"
 ) -> Iterator[None]:
     """As `awaiting_failure`; afterwards `group.check()` raises the typed error on every platform.
 
@@ -192,10 +192,10 @@ def expect_failure(
         group.check()
 
 
-def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "ffi") -> None:
+def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "kernels") -> None:
     """After a failure on a GPU every result says so; XLA's formulation spoils the rows alone."""
     for name, array in fields(out).items():
-        if implementation == "ffi" or name == "rows":
+        if implementation == "kernels" or name == "rows":
             np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 

@@ -53,8 +53,8 @@ ACTIVATIONS: dict[Any, Function] = {
 ROUTED: dict[str, dict[str, Form]] = {
     "capacity": {
         "rows": {"capacity": 52},
-        "times": {"capacity": 3.9},
-        "drop": {"capacity": 0.5, "on_overflow": "drop"},
+        "times": {"capacity_factor": 3.9},
+        "drop": {"capacity_factor": 0.5, "on_overflow": "drop"},
     },
     "weights": {"none": {"unweighted": True}},
     "wire": {"float8": {"wire": "float8"}},
@@ -75,7 +75,7 @@ DISPATCH = ROUTED | {
         "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
         "not expanded over nodes": {"expand": False, "nodes": NodeOptions()},
         "not expanded, float8": {"expand": False, "wire": "float8", "alignment": 4},
-        "not expanded, drop": {"expand": False, "capacity": 0.5, "on_overflow": "drop"},
+        "not expanded, drop": {"expand": False, "capacity_factor": 0.5, "on_overflow": "drop"},
         "not expanded, by xla": {"expand": False, "implementation": "xla"},
     },
 }
@@ -237,13 +237,13 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
     """The ids of the assignments that find room; -1 for the others."""
     if form.get("on_overflow") != "drop":
         return case.ids
-    ids, tight = case.ids, form.get("capacity") == 0.5
+    ids, tight = case.ids, form.get("capacity_factor") == 0.5
     if "nodes" in form and form["nodes"].capacity is not None:
         ids, tight = np.where(first_for_each_node(ids, 2, form["nodes"].capacity, EXPERTS), ids, -1), True
     alignment = form.get("alignment", 1)
     rows = len(ids) * EVEN * alignment  # room for all
-    if isinstance(form.get("capacity"), float):
-        rows = min(rows, -int(-form["capacity"] * EVEN // alignment) * alignment)
+    if "capacity_factor" in form:
+        rows = min(rows, -int(-form["capacity_factor"] * EVEN // alignment) * alignment)
     elif "capacity" in form:
         rows = form["capacity"]
     found = oracle.dispatch(case.tokens, ids, case.weights, num_experts=EXPERTS, capacity=rows, alignment=alignment)
@@ -252,7 +252,18 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
 
 
 OF_OPS = (
-    *("capacity", "on_overflow", "wire", "expand", "precision", "nodes", "weigh_inputs", "alignment", "implementation"),
+    *(
+        "capacity",
+        "capacity_factor",
+        "on_overflow",
+        "wire",
+        "expand",
+        "precision",
+        "nodes",
+        "weigh_inputs",
+        "alignment",
+        "implementation",
+    ),
 )
 OF_ORACLES = ("wire", "precision", "weigh_inputs", "activation", "product", "matrices", "shared")
 

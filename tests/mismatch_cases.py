@@ -31,12 +31,12 @@ def ids_of(x: jax.Array) -> jax.Array:
 
 
 def dispatched(group: Group, x: jax.Array, **options: Any) -> jax.Array:
-    given: dict[str, Any] = {"num_experts": EXPERTS, "capacity": 4096, "implementation": "ffi"} | options
+    given: dict[str, Any] = {"num_experts": EXPERTS, "capacity": 4096, "implementation": "kernels"} | options
     out = dispatch(x, ids_of(x), group=group, **given)
     return jnp.sum(out.rows.astype(jnp.float32), axis=1)
 
 
-def multiplied(group: Group, x: jax.Array, implementation: Implementation = "ffi") -> jax.Array:
+def multiplied(group: Group, x: jax.Array, implementation: Implementation = "kernels") -> jax.Array:
     x = x.astype(jnp.bfloat16)
     return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation=implementation).astype(jnp.float32), axis=1)
 
@@ -44,7 +44,7 @@ def multiplied(group: Group, x: jax.Array, implementation: Implementation = "ffi
 def reduced(group: Group, x: jax.Array) -> jax.Array:
     ids = jnp.arange(x.shape[0], dtype=jnp.int32) % ROWS
     rows = SparseRows.from_entries(ids, x, num_rows=ROWS)
-    out = sparse_all_reduce(rows, group=group, capacity=ROWS, method="bitmap", implementation="ffi")
+    out = sparse_all_reduce(rows, group=group, capacity=ROWS, method="bitmap", implementation="kernels")
     return jnp.sum(out.values.astype(jnp.float32), axis=1)
 
 
@@ -52,7 +52,7 @@ def exchanged(group: Group, x: jax.Array) -> jax.Array:
     """A row to and from each rank."""
     ranks = jnp.arange(group.size, dtype=jnp.int32)
     own, one = jax.lax.axis_index("ep").astype(jnp.int32) * jnp.ones_like(ranks), jnp.ones_like(ranks)
-    out = ragged_all_to_all(x, x, ranks, one, own, one, axis_name="ep", group=group, implementation="ffi")
+    out = ragged_all_to_all(x, x, ranks, one, own, one, axis_name="ep", group=group, implementation="kernels")
     return jnp.sum(out.astype(jnp.float32), axis=1)
 
 

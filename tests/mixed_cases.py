@@ -44,11 +44,11 @@ def draw(rng: np.random.Generator, size: int, tokens: int) -> Operands:
 
 def routed(group: Group, tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     """Expert e multiplies its rows by 1 + e mod 3, found by where they lie."""
-    out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi")
+    out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="kernels")
     local = EXPERTS // group.size
     expert = jax.lax.axis_index(AXIS) * local + jnp.arange(local)
     factor = jnp.repeat(1 + expert % 3, out.group_sizes, total_repeat_length=len(out.rows))
-    return combine(out.rows * factor[:, None], out.routing, group=group, implementation="ffi")
+    return combine(out.rows * factor[:, None], out.routing, group=group, implementation="kernels")
 
 
 def after(x: jax.Array, other: jax.Array, in_turn: bool) -> jax.Array:
@@ -83,7 +83,7 @@ def mixed(
 
     third = after(found["next"], found["second"], in_turn)
     rows = SparseRows.from_entries(names, third, num_rows=TABLE)  # needs a collective
-    summed = jax_ep.sparse_all_reduce(rows, group=one, capacity=TABLE, implementation="ffi")
+    summed = jax_ep.sparse_all_reduce(rows, group=one, capacity=TABLE, implementation="kernels")
     table = jnp.zeros((TABLE, HIDDEN), jnp.float32)
     found["table"] = table.at[summed.indices].add(summed.values, mode="drop")
     found["third"] = routed(other, after(third, found["table"], in_turn), ids, weights)

@@ -60,19 +60,19 @@ def run(group: Group, case: helpers.Case, **options: Any) -> Any:
 
 
 def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
-    found = run(group, case, implementation="ffi", **options)
+    found = run(group, case, implementation="kernels", **options)
     test_nodes.assert_there_and_back(found, group, case, fp8=fp8, alignment=options.get("alignment", 1))
     group.check()
 
 
 def check_room_on_the_way(group: Group, case: helpers.Case, node_capacity: int) -> None:
-    found = run(group, case, implementation="ffi", nodes=NodeOptions(node_capacity), on_overflow="drop")
+    found = run(group, case, implementation="kernels", nodes=NodeOptions(node_capacity), on_overflow="drop")
     test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
 
 
 def check_overflow(group: Group, case: helpers.Case) -> None:
     """Every process learns of it, and the group goes on."""
-    out, _ = run(group, case, implementation="ffi", capacity=8)
+    out, _ = run(group, case, implementation="kernels", capacity=8)
     assert np.isnan(out.rows).all()
     with pytest.raises(CapacityError, match="capacity is 8"):
         group.check()
@@ -99,12 +99,12 @@ def check_mismatch(mesh: jax.sharding.Mesh) -> None:
 
 
 def twice(group: Group, x: jax.Array) -> jax.Array:
-    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi"), mismatch_cases.ids_of(x)
+    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels"), mismatch_cases.ids_of(x)
     return both(both(x, ids, None)[1], ids, None)[1]
 
 
 def gradient(group: Group, x: jax.Array) -> jax.Array:
-    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi"), mismatch_cases.ids_of(x)
+    both, ids = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels"), mismatch_cases.ids_of(x)
     return jax.grad(lambda x: jnp.sum(both(x, ids, None)[1] ** 2))(x)
 
 
@@ -152,7 +152,7 @@ def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: np.random.Generator) ->
     parts = [np.stack(x, axis=0 if inside else 1) for x in zip(*drawn, strict=True)]
     with Group(mesh, axis, timeout=60) as group:
         assert (group.size, group.nodes) == (size, 1)
-        assert group._resolve("dispatch", "auto", serves_nodes=True) == ("ffi" if inside else "xla")
+        assert group._resolve("dispatch", "auto", serves_nodes=True) == ("kernels" if inside else "xla")
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="auto")
         results = gathered(program(*(helpers.spread(mesh, x) for x in parts)))
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), results)
@@ -174,10 +174,10 @@ def check_sparse(group: Group, rng: np.random.Generator) -> None:
 
 def check_what_it_is(group: Group, nodes: int, inside: int) -> None:
     assert (group.nodes, group.size, group.node_axes) == (nodes, nodes * inside, ("node",))
-    assert group._resolve("dispatch", "auto", serves_nodes=True) == "ffi"
+    assert group._resolve("dispatch", "auto", serves_nodes=True) == "kernels"
     if on_cpu():
         with Group(group.mesh, "node", timeout=60) as between, pytest.raises(PlatformError, match="mentation='xla'"):
-            between._resolve("dispatch", "ffi", serves_nodes=True)
+            between._resolve("dispatch", "kernels", serves_nodes=True)
 
 
 def check_all(mesh: jax.sharding.Mesh) -> None:
@@ -229,7 +229,7 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
     group = open_group(mesh, LOST_TIMEOUT)
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [spread(group, x) for x in case]
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
     jax.block_until_ready(program(*operands))
     group.check()
     pids = multihost_utils.process_allgather(np.int32(os.getpid()))
@@ -263,7 +263,7 @@ def hang(mesh: jax.sharding.Mesh, how: str) -> None:
     group = open_group(mesh, LOST_TIMEOUT, on_lost="exit" if exits else "raise")
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [spread(group, x) for x in case]
-    forward = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    forward = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
     out, _ = jax.block_until_ready(forward(*operands))
     waits = jax.process_index() == 1
     called = [partial(forward, *operands)] * {"close": waits}.get(how, 1 + waits)

@@ -57,10 +57,10 @@ def run_into_an_overflow(mesh: Mesh) -> None:
     """What one process sees of an overflow, after which the group goes on."""
     with Group(mesh, "ep", timeout=TIMEOUT) as group:  # in the memory of the one before on GPUs
         operands = [helpers.spread(mesh, x) for x in case_of(group.size)]
-        overflowing = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=8, implementation="ffi")
+        overflowing = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=8, implementation="kernels")
         with helpers.expect_failure(group, CapacityError, "capacity is 8"):
             jax.block_until_ready(overflowing(*operands))
-        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
         jax.block_until_ready(program(*operands))
         group.check()
 

@@ -40,7 +40,7 @@ def resources(*, on_gpus: bool) -> dict[str, int]:
 def run(group: Group) -> None:
     case = helpers.draw_case(np.random.default_rng(1), group.size, 4, 2, EXPERTS, 16)
     operands = [helpers.spread(group.mesh, x) for x in case]
-    jax.block_until_ready(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")(*operands))
+    jax.block_until_ready(helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")(*operands))
 
 
 def open_and_close(mesh: Mesh, openings: int = 0) -> None:

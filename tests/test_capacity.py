@@ -63,7 +63,7 @@ def test_all_ranks_stop_together(group: Group, rng: np.random.Generator) -> None
     """A rank with room must not go on to a collective where it would wait for the rank without."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
+        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
         total = jax.lax.psum(helpers.round_trip(group, capacity=CAPACITY, **options)(tokens, ids, weights)[1], "ep")
         return helpers.round_trip(group, **options)(tokens + total, ids, weights)[1]
 
@@ -78,7 +78,7 @@ def test_all_ranks_stop_together(group: Group, rng: np.random.Generator) -> None
 @pytest.mark.usefixtures("native")
 def test_a_compiled_loop_learns_of_it(group: Group, rng: np.random.Generator) -> None:
     """Where nobody checks or traces anything: on a CPU the execution raises, on a GPU the next one, either once."""
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="ffi")
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="kernels")
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
     for _ in range(3):
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
@@ -94,14 +94,14 @@ def test_a_compiled_loop_learns_of_it(group: Group, rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize(
-    ("capacity", "alignment", "wanted"),
-    [(1.0, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (np.float32(1e6), 1, 72), (1e300, 1, 72), (18, 1, 18)],
+    ("factor", "alignment", "wanted"),
+    [(1, 1, 18), (1.25, 1, 23), (1.25, 8, 24), (0.01, 4, 4), (np.float32(1e6), 1, 72), (1e300, 1, 72)],
 )
-def test_a_float_is_times_the_even_load(capacity: float, alignment: int, wanted: int, group: Group) -> None:
+def test_a_factor_is_times_the_even_load(factor: float, alignment: int, wanted: int, group: Group) -> None:
     """18 assignments of each rank; 72 of all, which find room whatever the factor. test_matrix.py looks at the rows."""
     case = helpers.draw_case(np.random.default_rng(0), 4, 6, 3, 8, 16)
     options: dict[str, Any] = {"num_experts": 16, "alignment": alignment, "on_overflow": "drop"}
-    program = helpers.dispatch_combine(group, capacity=capacity, implementation="xla", **options)
+    program = helpers.dispatch_combine(group, capacity_factor=factor, implementation="xla", **options)
     assert jax.eval_shape(program, *case)[0].rows.shape[1] == wanted
 
 
@@ -116,4 +116,4 @@ def test_few_rows_are_warned_of_once(group: Group, caplog: pytest.LogCaptureFixt
             jax.eval_shape(helpers.per_rank(route, group.mesh), np.zeros((4, 40, 8)), np.zeros((4, 40, 2), np.int32))
     (record,) = caplog.records
     assert "capacity=2 is 2 rows, where an even load is of 80" in record.getMessage()
-    assert "capacity=2.0" in record.getMessage()
+    assert "capacity_factor=2" in record.getMessage()

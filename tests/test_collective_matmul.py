@@ -76,7 +76,7 @@ def test_a_hundred_runs_give_the_same_bits(
     group = open_group(helpers.largest_size())
     operands = draw(rng, group.size, (264, 64, 72), BFLOAT16)
     first = helpers.assert_same_bits_again(program(op, group, implementation=implementation), operands, 99)
-    if op == "matmul_all_reduce" and implementation == "ffi":
+    if op == "matmul_all_reduce" and implementation == "kernels":
         for rank in range(group.size):
             np.testing.assert_array_equal(helpers.wide(first[rank]), helpers.wide(first[0]))
 
@@ -86,7 +86,7 @@ def test_all_three_in_a_row_and_independent(group: Group, rng: np.random.Generat
     a, b = draw(rng, group.size, (64, 16, 16), BFLOAT16)
 
     def body(a: jax.Array, b: jax.Array) -> Any:
-        kinds = [OPS[name](a * i, b, group=group, implementation="ffi") for i in range(1, 5) for name in OPS]
+        kinds = [OPS[name](a * i, b, group=group, implementation="kernels") for i in range(1, 5) for name in OPS]
         varying = [x if i % 3 else jax.lax.pcast(x, "ep", to="varying") for i, x in enumerate(kinds)]
         return varying, jax.lax.pcast(jax.lax.psum(a, "ep"), "ep", to="varying")
 
@@ -124,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
             f"lhs and rhs must not be empty, got ({m}, {k}) and ({k}, {n})",
         )
         for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0))
-        for by in ("auto", "ffi", "xla")
+        for by in ("auto", "kernels", "xla")
     ),
 ]
 

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_ep import Group
 
 EXPERTS = 8
-OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "ffi"}
+OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -41,7 +41,7 @@ def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: G
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="ffi", **options)
+        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="kernels", **options)
 
     helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
     np.testing.assert_array_equal(received(group), tokens_between(case, 4).T * row_bytes)
@@ -50,7 +50,7 @@ def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: G
 @pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
 def test_combine_and_gradients(tokens: int, group: Group, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
-    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
     loss = jax.value_and_grad(lambda *x: both(*x)[1].sum())
     helpers.fetch(helpers.per_rank(loss, group.mesh)(*case))
     there = tokens_between(case, 4)
@@ -79,7 +79,9 @@ def test_sparse(sharded: bool, dtype: np.dtype, open_group: OpenGroup, rng: np.r
     group = open_group(size)
     ids = sparse_cases.zipf(rng, size, 40, rows)
     values = sparse_cases.draw_values(rng, ids, width, dtype)
-    helpers.fetch(sparse_cases.program(group, rows, capacity=rows, sharded=sharded, implementation="ffi")(ids, values))
+    helpers.fetch(
+        sparse_cases.program(group, rows, capacity=rows, sharded=sharded, implementation="kernels")(ids, values)
+    )
     block, total = (rows + size - 1) // size, 0
     for row in np.unique(ids):
         entries = (ids == row).sum(axis=1)
@@ -96,7 +98,7 @@ def test_products(op: str, size: int, open_group: OpenGroup, rng: np.random.Gene
     group = open_group(size)
     m, k, n = 48, 32, 40
     operands = matmul_cases.draw(rng, size, (m, k, n), helpers.DTYPES[0])
-    helpers.fetch(matmul_cases.program(op, group, implementation="ffi")(*operands))
+    helpers.fetch(matmul_cases.program(op, group, implementation="kernels")(*operands))
     rows = {
         "all_gather_matmul": operands[0].shape[1] * k,
         "matmul_reduce_scatter": m * n // size,

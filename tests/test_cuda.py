@@ -73,7 +73,7 @@ def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> Operands:
 @pytest.mark.parametrize("op", FETCHED)
 def test_owners_fetch_large_products(op: str, group: Group, rng: np.random.Generator) -> None:
     operands = draw(rng, FETCHED[op])
-    program = helpers.per_rank(lambda a, b: OPS[op](a, b, group=group, implementation="ffi"), group.mesh)
+    program = helpers.per_rank(lambda a, b: OPS[op](a, b, group=group, implementation="kernels"), group.mesh)
     for _ in range(3):
         np.testing.assert_array_equal(helpers.fetch(program(*operands)).astype(np.float32), exact(op, *operands))
     group.check()
@@ -99,7 +99,7 @@ def test_branches_among_collectives(group: Group, rng: np.random.Generator) -> N
         actual, expected = {}, {}
         for name, (op, _) in cases.items():
             a, b = operands[name]
-            actual[name] = OPS[op](a * scale, b, group=group, implementation="ffi")
+            actual[name] = OPS[op](a * scale, b, group=group, implementation="kernels")
             expected[name] = wanted[name] * scale
             for psum, x, y in (("before", a * scale, a), ("after", actual[name], wanted[name])):
                 actual[f"psum {psum} {name}"] = jax.lax.psum(x, group.axis_name)

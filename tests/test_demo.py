@@ -46,7 +46,7 @@ def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
             group.check()
         return metrics.loss
 
-    ours = losses(jax.devices()[:size], "ffi")
+    ours = losses(jax.devices()[:size], "kernels")
     assert f" 0/{STEPS} [00:00<?, ?step/s, compiling]" in capsys.readouterr().err
     wanted = losses(jax.devices("cpu")[:size], "xla")
     print(f"largest difference {np.abs(ours - wanted).max():.1e}")

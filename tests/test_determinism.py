@@ -35,7 +35,7 @@ def test_a_hundred_runs_give_the_same_bits(
 
     program = helpers.per_rank(jax.grad(loss, argnums=(0, 1), has_aux=True), group.mesh)
     case = helpers.draw_case(rng, size, 16, 8, EXPERTS, 32)
-    operands, times = (case.tokens, case.weights, case.ids), 99 if implementation == "ffi" else 9
+    operands, times = (case.tokens, case.weights, case.ids), 99 if implementation == "kernels" else 9
     helpers.assert_same_bits_again(program, operands, times)
 
 
@@ -51,7 +51,7 @@ def test_many_independent_ops_in_one_program(
         combined, sums = [], []
         for index in range(pairs):
             sent = tokens * (index + 1)
-            combined.append(helpers.round_trip(group, num_experts=8, implementation="ffi")(sent, ids, weights)[1])
+            combined.append(helpers.round_trip(group, num_experts=8, implementation="kernels")(sent, ids, weights)[1])
             if index % 4 == 0:
                 sums.append(jax.lax.psum(sent, "ep"))
         return jnp.stack(combined), jnp.stack(sums)

@@ -85,7 +85,7 @@ def test_nothing_on_one_gpu(
     monkeypatch.setattr("test_edges.SIZE", 1)
     for module in (path, kernels):
         monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: True)
-    test_nothing(shape, options, "ffi", rng)
+    test_nothing(shape, options, "kernels", rng)
 
 
 def test_whether_ids_may_overflow() -> None:

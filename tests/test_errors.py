@@ -66,8 +66,10 @@ OPS: dict[str, Callable[..., Any]] = {"dispatch": dispatched, "combine": combine
         ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K), jnp.int32), TypeError),
         *(("dispatch", "num_experts", value, ValueError) for value in (0, 9, 1 << 20)),
         *(("dispatch", "num_experts", value, TypeError) for value in (8.0, True)),
-        *(("dispatch", "capacity", value, ValueError) for value in (0, -1, 2**30, 0.0, -1.0, np.nan, np.inf)),
-        *(("dispatch", "capacity", value, TypeError) for value in (True, "2", jnp.int32(8))),
+        *(("dispatch", "capacity", value, ValueError) for value in (0, -1, 2**30)),
+        *(("dispatch", "capacity_factor", value, ValueError) for value in (0, 0.0, -1.0, np.nan, np.inf)),
+        *(("dispatch", "capacity_factor", value, TypeError) for value in (True, "2", jnp.float32(2))),
+        *(("dispatch", "capacity", value, TypeError) for value in (True, "2", 2.0, jnp.int32(8))),
         ("dispatch", "alignment", 0, ValueError),
         ("dispatch", "alignment", 1.5, TypeError),
         ("dispatch", "wire", jnp.float8_e4m3fn, TypeError),
@@ -198,7 +200,7 @@ def test_outside_shard_map(op: str, group: Group) -> None:
 def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
     group = open_group(SIZE)
-    for implementation in ("auto", "ffi"):
+    for implementation in ("auto", "kernels"):
         with pytest.raises(PlatformError, match=r"^dispatch: no jax_ep library is built for platform"):
             trace(group, lambda name=implementation: dispatched(group, implementation=name))
     trace(group, lambda: dispatched(group))

@@ -117,7 +117,7 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
 def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng: np.random.Generator) -> None:
     group = open_group(SIZE, timeout=timeout)
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi")
+    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
     helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
     group.check()
 
@@ -217,7 +217,7 @@ def test_what_was_chosen_is_logged(
     implementation: Implementation, group: Group, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
-    why = {"ffi": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
+    why = {"kernels": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
     with caplog.at_level(logging.DEBUG, logger="jax_ep"):
         jax.eval_shape(program, *case)

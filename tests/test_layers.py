@@ -81,7 +81,7 @@ def test_against_the_chain(dtype: np.dtype, group: Group, rng: np.random.Generat
     """Large enough that chance makes little of the errors."""
     tokens = 64
     capacity = SIZE * tokens * TOP_K
-    ours, others = (with_gradient(group, form(group, "ffi", capacity=capacity)) for form in (layer_of, chain))
+    ours, others = (with_gradient(group, form(group, "kernels", capacity=capacity)) for form in (layer_of, chain))
     for change in ROUTINGS:
         print(change.__name__)
         layer, case, cotangent = draw(rng, dtype, hidden=96, tokens=tokens, width=80)
@@ -105,7 +105,7 @@ def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generato
     layer, case, _ = draw(rng, np.float32)
 
     def body(model: Layer, shared: list[Any], ids: jax.Array) -> jax.Array:
-        return layer_of(group, "ffi", shared_experts=Experts(*shared))(model.tokens, ids, *model[1:])
+        return layer_of(group, "kernels", shared_experts=Experts(*shared))(model.tokens, ids, *model[1:])
 
     traced = jax.make_jaxpr(helpers.per_rank(body, group.mesh))(layer, draw_shared(rng), case.ids)
     (jitted,) = traced.eqns

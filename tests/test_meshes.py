@@ -147,7 +147,7 @@ def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generat
             np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(rows, np.zeros_like(rows), slices))
         with pytest.raises(ValueError, match=r"^ragged_all_to_all: 2 open jax_ep\.Groups .* or pass group="):
             jax.eval_shape(exchange(halves[0], None), rows, *slices)
-        if implementation == "ffi":
+        if implementation == "kernels":
             with pytest.raises(ValueError, match=r"^ragged_all_to_all: the devices of jax\.shard_map must be"):
                 exchange(halves[1], first).lower(rows, *slices)
 
@@ -231,13 +231,13 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
     tokens, ids = jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 8, 2), jnp.int32)
 
     def routed(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="ffi").rows
+        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="kernels").rows
 
     def exchanged(tokens: jax.Array, ids: jax.Array) -> jax.Array:
         return ragged_all_to_all(tokens, tokens, *[ids[:2, 0]] * 4, axis_name="ep")
 
     def multiplied(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return matmul_all_reduce(tokens, tokens.T, group=group, implementation="ffi")
+        return matmul_all_reduce(tokens, tokens.T, group=group, implementation="kernels")
 
     bodies: dict[str, Any] = {
         "dispatch": routed,

@@ -152,7 +152,7 @@ def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
     with over(2, 2) as group:
         assert group._resolve("ragged_all_to_all", "auto") == "xla"
         with pytest.raises(PlatformError, match="ragged_all_to_all: groups across nodes need implementation='xla'"):
-            group._resolve("ragged_all_to_all", "ffi")
+            group._resolve("ragged_all_to_all", "kernels")
         rows = rng.standard_normal((16, 3)).astype(np.float32)
 
         def body(rows: jax.Array) -> jax.Array:

@@ -38,13 +38,13 @@ def draw(rng: np.random.Generator, tokens: int = TOKENS, size: int = SIZE) -> he
 
 
 def round_trip(group: Group, **options: Any) -> Any:
-    return helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="ffi", **options)
+    return helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels", **options)
 
 
 @pytest.mark.parametrize("wire", [None, "float8"])
 def test_every_rank_has_every_phase(wire: Any, group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    both = helpers.round_trip(group, num_experts=EXPERTS, wire=wire, implementation="ffi")
+    both = helpers.round_trip(group, num_experts=EXPERTS, wire=wire, implementation="kernels")
     loss = jax.grad(lambda *x: jnp.sum(both(*x)[1] ** 2))
     program, case = helpers.per_rank(loss, group.mesh), draw(rng)
     begin = time.monotonic() * 1e6
@@ -115,7 +115,7 @@ def test_a_long_profile_keeps_its_end_and_says_so(
     open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     group, path, steps = open_group(2), tmp_path / "trace.json", 4000
-    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="ffi")
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda x, _: (both(x, ids, weights)[1], None), tokens, None, steps)[0]

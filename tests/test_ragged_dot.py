@@ -232,7 +232,7 @@ def test_bad_operands_are_refused() -> None:
     with pytest.raises(ValueError, match=r"implementation='pallas' needs lhs and rhs of one dtype.*got int32"):
         ragged_dot(lhs.astype(int), rhs.astype(int), sizes, implementation="pallas")
     refused: list[tuple[str, Any, str]] = [
-        ("implementation", "ffi", "implementation must be one of 'auto', 'pallas', 'xla'; got 'ffi'"),
+        ("implementation", "ffi", "implementation must be one of 'auto', 'kernels', 'pallas', 'xla'; got 'ffi'"),
         ("lhs_indices", jnp.zeros((4, 1), jnp.int32), r"lhs_indices must have shape \[M\], got \(4, 1\)"),
         ("lhs_indices", jnp.zeros(4), "lhs_indices must be of an integer dtype, got float32"),
         ("lhs_indices", [0, 1], "lhs_indices must be an array, got list"),

@@ -40,10 +40,10 @@ def operands(exchange: Any, group: Group) -> tuple[jax.Array, ...]:
 @pytest.mark.parametrize(
     ("nodes", "ranks", "implementation", "chunks", "options"),
     [
-        (2, 4, "ffi", 1, {}),
+        (2, 4, "kernels", 1, {}),
         (4, 2, "xla", 1, {"node_capacity": 20}),
-        (4, 1, "ffi", 3, {"float8": True, "top_k": 1, "tokens": 16}),
-        (2, 2, "ffi", 2, {"float8": True, "top_k": 2, "tokens": 40, "node_capacity": 22}),
+        (4, 1, "kernels", 3, {"float8": True, "top_k": 1, "tokens": 16}),
+        (2, 2, "kernels", 2, {"float8": True, "top_k": 2, "tokens": 40, "node_capacity": 22}),
     ],
 )
 def test_bytes_between_nodes_are_those_of_the_formulas(
@@ -69,7 +69,7 @@ def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int 
     exchange = exchange_of(nodes, ranks, tokens=512, top_nodes=top_nodes)
     bench = benchmark("nodes")
     with over(nodes, ranks) as group:
-        way = bench.Way(exchange, 4096, group, "ffi", 1)
+        way = bench.Way(exchange, 4096, group, "kernels", 1)
         ids, weights, *_, tokens = operands(exchange, group)
         wanted = bench.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
         assert bench.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)

@@ -80,7 +80,9 @@ def test_training(check_vma: bool, implementation: Implementation, group: Group,
     table, ids, weights = draw(rng)
     ids["words"][N:] = np.arange(3 * N) % HEIGHTS["words"]
     ids["tags"][:] = np.arange(SIZE * N) % HEIGHTS["tags"]
-    gradient_of = embedding.sparse_value_and_grad(loss, 1, group=group, capacity=3.0, implementation=implementation)
+    gradient_of = embedding.sparse_value_and_grad(
+        loss, 1, group=group, capacity_factor=3, implementation=implementation
+    )
 
     def step(table: jax.Array, state: Any, ids: Any, weights: Any) -> Any:
         value, (rows, by_weights) = gradient_of(table, embedding.stacked_ids(ids, HEIGHTS), weights)

@@ -20,7 +20,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "float8": {"precision": "float8"},
     "weighed inputs": {"weigh_inputs": True},
-    "drop": {"capacity": 0.7, "on_overflow": "drop"},
+    "drop": {"capacity_factor": 0.7, "on_overflow": "drop"},
     "xla": {"implementation": "xla"},
     "gated": {"activation": Gated(lambda gate, up: jnp.tanh(gate) * (up + 1))},
 }
@@ -66,7 +66,7 @@ def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: np.rand
     """Those of a layer on one rank."""
     operands = draw(rng)
     found = helpers.fetch(layer(open_group(SIZE), True, check_vma, **FORMS[form])(*operands))
-    alone: dict[str, Any] = {"capacity": 1.0} if form == "drop" else {}
+    alone: dict[str, Any] = {"capacity_factor": 1} if form == "drop" else {}
     wanted = helpers.fetch(layer(open_group(1), False, **FORMS[form] | alone)(*operands))
     if form == "drop":  # other experts have less room
         assert 0 < found[1].dropped.sum() < TOKENS * TOP_K

@@ -46,14 +46,14 @@ class Way(NamedTuple):
         cases.assert_reduced(actual, cases.expected(ids, values, num_rows=num_rows, **options), values.dtype)
 
 
-INSIDE = [Way("ffi", "bitmap"), Way("ffi", "match"), Way("xla", "auto")]
-WAYS = [*INSIDE, *(way._replace(nodes=2) for way in INSIDE), Way("ffi", "auto", 4)]
+INSIDE = [Way("kernels", "bitmap"), Way("kernels", "match"), Way("xla", "auto")]
+WAYS = [*INSIDE, *(way._replace(nodes=2) for way in INSIDE), Way("kernels", "auto", 4)]
 inside_a_node = pytest.mark.parametrize("way", INSIDE, indirect=True, ids=str)
 
 
 @pytest.fixture(params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> Way:
-    if request.param.implementation == "ffi":
+    if request.param.implementation == "kernels":
         request.getfixturevalue("native")
     return request.param
 
@@ -110,7 +110,7 @@ def test_runs_of_all_lengths(way: Way, rng: np.random.Generator) -> None:
     values = cases.draw_values(rng, ids, 1100)
     with way.open(2) as group:
         program = way.program(group, capacity=20)
-        first = helpers.assert_same_bits_again(program, (ids, values), 5 if way.implementation == "ffi" else 0)
+        first = helpers.assert_same_bits_again(program, (ids, values), 5 if way.implementation == "kernels" else 0)
         cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=20), np.float32)
 
 
@@ -166,9 +166,9 @@ def test_the_same_bits(
     size, seen = helpers.largest_size(), set()
     ids = cases.zipf(rng, size, 60, ROWS)
     values = cases.draw_values(rng, ids, 33)
-    with Way("ffi", "auto", nodes).open(size) as group:
+    with Way("kernels", "auto", nodes).open(size) as group:
         for method in ("bitmap", "match"):
-            run = Way("ffi", method, nodes).program(group, capacity=300, sharded=sharded)
+            run = Way("kernels", method, nodes).program(group, capacity=300, sharded=sharded)
             for _ in range(runs):
                 out = run(ids, values)
                 seen.update(helpers.bits([out.values] if sharded else [*out.values]))

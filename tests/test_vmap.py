@@ -162,7 +162,7 @@ def test_a_spread_batch_of_products_by_kernels(
 ) -> None:
     """The choice of kernels by platform is batched, too. It is only traced: a CPU has no such kernels."""
     monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda",))
-    _, spread, operands = of_spread_batch(case, "ffi", open_group, rng)
+    _, spread, operands = of_spread_batch(case, "kernels", open_group, rng)
     assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
 
 

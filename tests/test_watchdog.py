@@ -25,7 +25,7 @@ from jax_ep.runtime import flight_recorder
 from jax_ep.runtime.report import report
 
 SIZE, EXPERTS, STALLED = 4, 8, 3
-OPTIONS = {"num_experts": EXPERTS, "implementation": "ffi"}
+OPTIONS = {"num_experts": EXPERTS, "implementation": "kernels"}
 ON_CPU = jax.default_backend() == "cpu"
 
 pytestmark = pytest.mark.usefixtures("native")

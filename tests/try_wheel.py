@@ -19,8 +19,8 @@ for platform in ffi.built_platforms():
 with jax_ep.Group(Mesh(jax.devices(), ("ep",)), "ep") as group:
 
     def there_and_back(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        rows, _, routing = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, implementation="ffi")
-        return jax_ep.combine(rows, routing, group=group, implementation="ffi")
+        rows, _, routing = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, implementation="kernels")
+        return jax_ep.combine(rows, routing, group=group, implementation="kernels")
 
     tokens, ids = jnp.arange(64.0).reshape(16, 4), jnp.arange(16).reshape(16, 1) % 8
     mapped = jax.shard_map(there_and_back, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))

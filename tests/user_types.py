@@ -14,7 +14,9 @@ from jax_ep import embedding, float8, lax
 def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: list[jax.Array]) -> jax.Array:
     with jax_ep.Group(mesh, "ep", timeout=60) as group:
         gate, up, down = matrices
-        out, stats = jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(gate, up, down), group=group, capacity=2.0)
+        out, stats = jax_ep.moe_mlp(
+            tokens, ids, weights, jax_ep.Experts(gate, up, down), group=group, capacity_factor=2
+        )
         return out + stats.dropped.sum()
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-Resolved = Literal["ffi", "xla"]  # what "auto" becomes: by kernels, or by jax.lax alone
-Implementation = Literal["auto", Resolved]
+# Who computes an op: our kernels for the platform, Pallas kernels, or jax.lax alone. An op has some of these.
+Implementation = Literal["auto", "kernels", "pallas", "xla"]
+Resolved = Literal["kernels", "xla"]  # what "auto" becomes in ops that have these two
 OnOverflow = Literal["raise", "drop"]
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -24,7 +24,8 @@ def moe_mlp(
     experts: Experts,
     *,
     group: Group,
-    capacity: int | float | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
     wire: Literal["float8"] | None = None,
     precision: Literal["float8"] | None = None,
     on_overflow: OnOverflow = "raise",
@@ -49,7 +50,7 @@ def moe_mlp(
       weights: [T, K] floats, or None for 1.
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.
-      capacity, wire, on_overflow, nodes: as for `jax_ep.dispatch`; there is no wire="float8_rows" here.
+      capacity, capacity_factor, wire, on_overflow, nodes: as for `jax_ep.dispatch`, but without wire="float8_rows".
       precision: None or "float8"; see the table. "float8" quantizes the operands of the products of routed rows in the
         forward pass (`jax_ep.float8`), and needs H and F to be multiples of 128. Products of the backward pass are in
         the dtype of `tokens`.
@@ -99,6 +100,7 @@ def moe_mlp(
         group=group,
         num_experts=group.size * jax.tree.leaves(experts.down)[0].shape[0],
         capacity=capacity,
+        capacity_factor=capacity_factor,
         alignment=1,
         wire="float8" if in_float8 else wire,
         on_overflow=on_overflow,

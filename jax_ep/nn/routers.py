@@ -148,7 +148,7 @@ def round_tokens(
         routed = round_tokens(softmax_top_k(logits, K + 2), K, E, axis_name="ep")
 
     `expert_load` and `balance_loss` of the result count assignments after rounding; of `routed.expert_ids[:, :top_k]`,
-    before. A float `capacity` is a multiple of the even load of all K columns.
+    before. `capacity_factor` is a multiple of the even load of all K columns.
 
     Args:
       routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count.

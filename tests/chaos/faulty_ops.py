@@ -69,7 +69,7 @@ def round_trip(
     routed = equal(*(getattr(out, name) for name in ("rows", "group_sizes", "targets", "row_of", "weights", "counts")))
     routed += equal(out.dropped, out.invalid)
     return Op(
-        helpers.dispatch_combine(group, implementation="ffi", **options),
+        helpers.dispatch_combine(group, implementation="kernels", **options),
         [*case],
         [*routed, combined(out.rows, out, case, 1)],
     )
@@ -85,12 +85,19 @@ def float8_rows(rng: np.random.Generator, group: Group, *, tokens: int = 24, dty
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         options: dict[str, Any] = {"wire": "float8_rows"}
         out = jax_ep.dispatch(
-            tokens, ids, weights, group=group, num_experts=experts, capacity=capacity, implementation="ffi", **options
+            tokens,
+            ids,
+            weights,
+            group=group,
+            num_experts=experts,
+            capacity=capacity,
+            implementation="kernels",
+            **options,
         )
         values, scales = out.rows.values, out.rows.scales
         wide = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
         rows = wide.astype(tokens.dtype)
-        return rows, jax_ep.combine(rows, out.routing, group=group, implementation="ffi")
+        return rows, jax_ep.combine(rows, out.routing, group=group, implementation="kernels")
 
     wanted = [*equal(expected.rows), combined(expected.rows, expected, case, 4)]
     return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
@@ -104,7 +111,7 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20, hidden
     shapes = ((size, EXPERTS_EACH, hidden, width), (size, EXPERTS_EACH, width, hidden))
     first, last = (rng.integers(-2, 3, shape).astype(rows.dtype) for shape in shapes)
     capacity = size * tokens * 2
-    where: Any = {"group": group, "implementation": "ffi"}
+    where: Any = {"group": group, "implementation": "kernels"}
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, first: jax.Array, last: jax.Array) -> Any:
         rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, num_experts=experts, capacity=capacity, **where)
@@ -164,7 +171,7 @@ def sparse(
     options = {"capacity": num_rows} | options
     wanted = sparse_cases.expected(ids, values, num_rows=num_rows, **options)
     leaves = [*equal(wanted.indices), Value(wanted.exact, wanted.magnitude, 4), *equal(wanted.used)]
-    program = sparse_cases.program(group, num_rows, method=method, implementation="ffi", **options)
+    program = sparse_cases.program(group, num_rows, method=method, implementation="kernels", **options)
     return Op(program, [ids, values], leaves)
 
 
@@ -172,7 +179,9 @@ def product(rng: np.random.Generator, group: Group, op: str, shape: tuple[int, i
     operands = matmul_cases.draw(rng, group.size, shape or (16 * group.size, 32, 40), helpers.DTYPES[0])
     exact, magnitude = matmul_cases.exact(op, *operands), matmul_cases.exact(op, *(np.abs(x) for x in operands))
     return Op(
-        matmul_cases.program(op, group, implementation="ffi"), [*operands], [Value(exact, magnitude, 1 + group.size)]
+        matmul_cases.program(op, group, implementation="kernels"),
+        [*operands],
+        [Value(exact, magnitude, 1 + group.size)],
     )
 
 

@@ -57,7 +57,7 @@ def open_group(rng: np.random.Generator) -> Group:
 
 
 def implementation_of(rng: np.random.Generator, group: Group) -> Implementation:
-    return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "ffi"
+    return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "kernels"
 
 
 def try_program(report: Report, kinds: Sequence[type[Program]], index: int, values: range) -> None:

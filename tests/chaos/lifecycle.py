@@ -38,7 +38,7 @@ class Layer:
         self.group = Group(Mesh(np.array(devices), ("ep",)), "ep")
         self.experts = EXPERTS_EACH * self.group.size
         self.case = helpers.draw_case(rng, self.group.size, TOKENS, TOP_K, self.experts, HIDDEN)
-        self.run = helpers.dispatch_combine(self.group, num_experts=self.experts, implementation="ffi", **options)
+        self.run = helpers.dispatch_combine(self.group, num_experts=self.experts, implementation="kernels", **options)
 
     def check(self) -> None:
         helpers.assert_round_trip(helpers.fetch(self.run(*self.case)), self.case, num_experts=self.experts)
@@ -125,7 +125,7 @@ def exceptions_in_between(rng: np.random.Generator) -> None:
     """An overflow, an exception of the program's own, then right numbers; results die unread."""
     layer = Layer(rng, some_devices(rng), capacity=TOKENS * TOP_K * 8)
     everything = np.zeros_like(layer.case.ids)
-    tight = helpers.dispatch_combine(layer.group, num_experts=layer.experts, capacity=1, implementation="ffi")
+    tight = helpers.dispatch_combine(layer.group, num_experts=layer.experts, capacity=1, implementation="kernels")
     with layer.group:
         for _ in range(3):
             with contextlib.suppress(*AWAITING):

@@ -57,7 +57,7 @@ class Ragged(Program):
     """Forward, or with its gradient, with a part of the slices empty or crowded."""
 
     def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
-        super().__init__(rng, group, "ffi")  # the op has no argument for it
+        super().__init__(rng, group, "kernels")  # the op has no argument for it
         self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
         self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))
         self.row: tuple[int, ...] = pick(rng, (), (1,), (3,), (2, 7), (64,), (5, 1, 3))
@@ -100,7 +100,7 @@ class Ragged(Program):
         output, above = rng.integers(0, 100, (2, *result_shape)).astype(self.dtype)
         arrays = (operand, output, above) if self.gradient else (operand, output)
         if not self.gradient and rng.random() < 0.2 and self.spoil(rng, slices):
-            with helpers.expect_failure(self.group, InvalidRoutingError, "ragged_all_to_all", "ffi"):
+            with helpers.expect_failure(self.group, InvalidRoutingError, "ragged_all_to_all", "kernels"):
                 helpers.fetch(self.run(*arrays, *slices))
             return True
         actual = helpers.fetch(self.run(*arrays, *slices))

@@ -44,14 +44,14 @@ def matmul_all_reduce(
       group: the open group of the ranks.
       bias: [N] bfloat16, float16 or float32, added once to every row of the sum, or None; the same on all ranks.
       preferred_element_type: the dtype of `lhs`, which is the default, or float32.
-      implementation: "ffi" (kernels; on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
-        (jax.lax alone), or "auto": "ffi" if the kernels can serve the call.
+      implementation: "kernels" (on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
+        (jax.lax alone), or "auto": "kernels" if they can serve the call.
 
     Returns:
       [M, N] of `preferred_element_type`.
 
     Raises:
-      ValueError, TypeError: an argument is wrong, or "ffi" cannot serve the call; raised when the op is traced.
+      ValueError, TypeError: an argument is wrong, or "kernels" cannot serve the call; raised when the op is traced.
       JaxEpError: as for `dispatch`.
     """
     return _call("matmul_all_reduce", lhs, rhs, bias, group, preferred_element_type, implementation)
@@ -149,10 +149,10 @@ def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Arr
         and gemm.has_gemm()
     )
     if served:
-        return "ffi"
-    if implementation == "ffi":
+        return "kernels"
+    if implementation == "kernels":
         raise ValueError(
-            f"{op}: implementation='ffi' on {group.platform!r} needs Hopper GPUs, bfloat16 or float16 operands and "
+            f"{op}: implementation='kernels' on {group.platform!r} needs Hopper GPUs, bfloat16 or float16 operands and "
             f"K and N multiples of {gemm.CORE_MULTIPLE}; got rhs {rhs.shape} of {rhs.dtype}: pass implementation='xla'"
         )
     return "xla"

@@ -33,7 +33,8 @@ class Options(TypedDict, total=False):
 
     group: Required[Group]
     num_experts: Required[int]
-    capacity: int | float | None
+    capacity: int | None
+    capacity_factor: float | None
     alignment: int
     expand: bool
     on_overflow: OnOverflow
@@ -66,7 +67,8 @@ def dispatch(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | float | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
     alignment: int = 1,
     wire: Wire | None = None,
     expand: bool = True,
@@ -86,10 +88,10 @@ def dispatch(
       weights: [T, K] floats for `combine`, which takes them as float32, or None for 1.
       group: the open group of the ranks.
       num_experts: E, a multiple of the group's size R.
-      capacity: C, the rows that a rank can receive. An int is rows, a multiple of `alignment`. A float is a multiple of
-        the even load, T * K rows, rounded up to a multiple of `alignment` and limited to the default. Default:
-        R * T * min(K, E / R) rows plus the padding of every expert. No dispatch needs more if no token names an expert
-        twice.
+      capacity: C, the rows that a rank can receive, a multiple of `alignment`. Default: R * T * min(K, E / R) rows
+        plus the padding of every expert. No dispatch needs more if no token names an expert twice.
+      capacity_factor: instead of `capacity`: C as a multiple of the even load, which is T * K rows; rounded up to a
+        multiple of `alignment` and limited to the default.
       alignment: every expert's segment is padded with zero rows to a multiple of this number. The assignments of all
         ranks and the padding must be fewer than 2^31.
       wire: None, or one of two float8 formats; both need H to be a multiple of 128. "float8": rows travel as
@@ -106,7 +108,7 @@ def dispatch(
         and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
         `routing.dropped` counts the assignments without a row.
       nodes: `NodeOptions`: how tokens travel between nodes.
-      implementation: "ffi" (kernels), "xla" (jax.lax alone), or "auto": "ffi", or "xla" if kernels would have to
+      implementation: "kernels", "xla" (jax.lax alone), or "auto": "kernels", or "xla" if kernels would have to
         exchange between CPU processes. With "xla", an overflow fills `rows` with NaN, and `group.check()` or the next
         op raises it.
 
@@ -130,6 +132,7 @@ def dispatch(
         group=group,
         num_experts=num_experts,
         capacity=capacity,
+        capacity_factor=capacity_factor,
         alignment=alignment,
         wire=wire,
         on_overflow=on_overflow,
@@ -158,7 +161,8 @@ def combine(
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.rows`. H' is free.
       routing: the routing of the dispatch. Skipped, invalid and dropped assignments count as zero. If a leaf holds a
-        row out of bounds, "ffi" raises `InvalidRoutingError` on all ranks, and "xla" returns NaN for the row's token.
+        row out of bounds, "kernels" raises `InvalidRoutingError` on all ranks, and "xla" returns NaN for the row's
+        token.
       group: the group of the dispatch.
       implementation: as for `dispatch`.
 

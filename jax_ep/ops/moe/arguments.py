@@ -34,7 +34,8 @@ def validated(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | float | None,
+    capacity: int | None,
+    capacity_factor: float | None,
     alignment: int,
     wire: Wire | None,
     on_overflow: OnOverflow,
@@ -70,9 +71,11 @@ def validated(
         )
     sources = 1 if shared_tokens else group.size
     max_rows = worst_case_capacity(sources, num_tokens, top_k, local_experts, alignment)
-    rows = _capacity_in_rows(op, capacity, -(-sources * num_tokens * top_k // group.size), alignment, max_rows)
+    even = -(-sources * num_tokens * top_k // group.size)
+    rows = _capacity_in_rows(op, capacity, capacity_factor, even, alignment, max_rows)
     if group.size * rows >= 2**31:
-        given, way_out = ("the default capacity", "; pass capacity=") if capacity is None else ("capacity", "")
+        is_default = capacity is None and capacity_factor is None
+        given, way_out = ("the default capacity", "; pass capacity=") if is_default else ("capacity", "")
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {rows}{way_out}")
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
@@ -109,27 +112,36 @@ def runs_kernels(op: str, group: Group, implementation: Implementation, num_toke
     """Whether an op runs kernels. Without tokens it does not: jaxlib does not compile a custom call in a
     `jax.shard_map` if all operands are empty.
     """
-    return group._resolve(op, implementation, serves_nodes=True) == "ffi" and num_tokens > 0
+    return group._resolve(op, implementation, serves_nodes=True) == "kernels" and num_tokens > 0
 
 
-def _capacity_in_rows(op: str, capacity: Any, even: int, alignment: int, max_rows: int) -> int:
+def _capacity_in_rows(op: str, capacity: Any, factor: Any, even: int, alignment: int, max_rows: int) -> int:
     """The capacity in rows.
 
     Args:
+      factor: the argument `capacity_factor`.
       even: the rows that every rank receives under an even load, T * K.
       max_rows: the most rows that a rank can need.
     """
+    if factor is not None:
+        if capacity is not None:
+            raise ValueError(f"{op}: capacity must be None where capacity_factor is given, got {capacity!r}")
+        if isinstance(factor, bool) or not isinstance(factor, int | float | np.integer | np.floating):
+            raise TypeError(
+                f"{op}: capacity_factor must be a float or None, known when the op is traced; got "
+                f"{checks.describe(factor)}"
+            )
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{op}: capacity_factor must be positive and finite, got {factor}")
+        rows = math.ceil(min(float(factor), 2.0**31) * even / alignment)  # no rank takes 2^31 rows
+        return min(max_rows, max(1, rows) * alignment)
     if capacity is None:
         return max_rows
-    if isinstance(capacity, float | np.floating):
-        if not 0 < capacity < math.inf:
-            raise ValueError(f"{op}: capacity as a float must be positive and finite, got {capacity}")
-        rows = math.ceil(min(float(capacity), 2.0**31) * even / alignment)  # no rank takes 2^31 rows
-        return min(max_rows, max(1, rows) * alignment)
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer):
+        hint = "; pass times the even load as capacity_factor" if isinstance(capacity, float | np.floating) else ""
         raise TypeError(
-            f"{op}: capacity must be an int of rows, a float of times the even load, or None; both known when the op "
-            f"is traced; got {checks.describe(capacity)}"
+            f"{op}: capacity must be an int of rows or None, known when the op is traced; got "
+            f"{checks.describe(capacity)}{hint}"
         )
     rows = int(capacity)
     checks.check_int(op, "capacity", rows)
@@ -143,7 +155,7 @@ def _capacity_in_rows(op: str, capacity: Any, even: int, alignment: int, max_row
 @functools.cache
 def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
     LOGGER.warning(
-        "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass a float, capacity=%d.0",
+        "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass capacity_factor=%d",
         op, capacity, capacity, even, capacity,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The kernels of dispatch and combine, and of their gradients, as FFI calls: `implementation="ffi"`."""
+"""The kernels of dispatch and combine, and of their gradients, as FFI calls: `implementation="kernels"`."""
 
 import dataclasses
 from typing import Any

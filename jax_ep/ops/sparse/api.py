@@ -72,7 +72,7 @@ def sparse_all_reduce(
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, Method)
-    by_kernels = group._resolve(name, implementation, serves_nodes=True) == "ffi"
+    by_kernels = group._resolve(name, implementation, serves_nodes=True) == "kernels"
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         indices = jnp.full_like(rows.indices, rows.num_rows, shape=1)

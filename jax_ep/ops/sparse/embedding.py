@@ -63,7 +63,8 @@ def sharded_lookup(
     ids: T,
     *,
     group: Group,
-    capacity: int | float | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
 ) -> T:
@@ -78,8 +79,8 @@ def sharded_lookup(
       ids: [...] int32 or int64, or a pytree of them; one exchange brings the rows of all. An id outside [0, R B) reads
         zeros.
       group: the open group of the R ranks.
-      capacity: C, the ids that an owner has room for, as in `dispatch`: rows, or a float times N, the ids of one rank.
-        Default: R N, the most there can be.
+      capacity: C, the ids that an owner has room for. Default: R N for the N ids of each rank, the most there can be.
+      capacity_factor: instead of `capacity`: C as a multiple of N, as in `dispatch`.
       on_overflow: when an owner would get more than C ids: "raise" (`CapacityError`), or "drop": ids without room read
         zeros.
       implementation: as for `dispatch`.
@@ -93,7 +94,8 @@ def sharded_lookup(
     """
     op = "sharded_lookup"
     check_group(op, group)
-    options: dict[str, Any] = {"capacity": capacity, "on_overflow": on_overflow, "implementation": implementation}
+    options: dict[str, Any] = {"capacity": capacity, "capacity_factor": capacity_factor}
+    options |= {"on_overflow": on_overflow, "implementation": implementation}
     entries = _entries(op, table, ids, group, options)
     return entries.rows_of_ids(_read(table, entries.indices))
 
@@ -150,7 +152,8 @@ class Options(TypedDict, total=False):
 
     has_aux: bool
     group: Group | None
-    capacity: int | float | None
+    capacity: int | None
+    capacity_factor: float | None
     on_overflow: OnOverflow
     implementation: Implementation
 
@@ -169,7 +172,8 @@ def sparse_value_and_grad(
     *,
     has_aux: bool = False,
     group: Group | None = None,
-    capacity: int | float | None = None,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
 ) -> ValueAndGrad[Any, Any]:
@@ -186,7 +190,8 @@ def sparse_value_and_grad(
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
       argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
-      group, capacity, on_overflow, implementation: as in `sharded_lookup`; without a group every rank has the table.
+      group, capacity, capacity_factor, on_overflow, implementation: as in `sharded_lookup`; without a group every rank
+        has the table.
 
     Returns:
       A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
@@ -206,7 +211,8 @@ def sparse_value_and_grad(
         raise TypeError(f"{op}: argnums must be an int or a sequence of them, got {argnums!r}")
     if any(n < 1 for n in further):
         raise ValueError(f"{op}: argnums must be at least 1, after the rows; got {further}")
-    options: dict[str, Any] = {"capacity": capacity, "on_overflow": on_overflow, "implementation": implementation}
+    options: dict[str, Any] = {"capacity": capacity, "capacity_factor": capacity_factor}
+    options |= {"on_overflow": on_overflow, "implementation": implementation}
 
     def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
         tables, structure = jax.tree.flatten(table)
