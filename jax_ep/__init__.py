@@ -26,6 +26,7 @@ from jax_ep.ops.moe.types import (
     Dispatched as Dispatched,
     MoeStats as MoeStats,
     Routing as Routing,
+    Unexpanded as Unexpanded,
 )
 from jax_ep.ops.moe.units import Experts as Experts, Gated as Gated
 from jax_ep.ops.sparse.api import sparse_all_reduce as sparse_all_reduce

@@ -19,7 +19,7 @@ import oracle
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, combine, dispatch, moe_mlp
+from jax_ep import Dispatched, Experts, Group, Implementation, JaxEpError, Unexpanded, combine, dispatch, moe_mlp
 from jax_ep.runtime import topology
 from jax_ep.runtime.native import NativeGroup
 
@@ -199,18 +199,18 @@ def assert_nothing_delivered(out: Dispatched, implementation: Implementation = "
             np.testing.assert_array_equal(wide(array), FAILED[name], name)
 
 
-def expanded(out: Dispatched) -> Dispatched:
+def expanded(out: Dispatched | Unexpanded) -> Dispatched:
     """With the rows that `indices` name, if there are any, in their place."""
-    indices = out.indices
-    if indices is None:
+    if isinstance(out, Dispatched):
         return out
+    rows, group_sizes, routing, indices = out
 
     def take(rows: jax.Array) -> jax.Array:
         nothing = 0xFF if rows.dtype == jnp.uint8 else jnp.nan  # in float8, too
         taken = rows.at[indices].get(mode="fill", fill_value=nothing, wrap_negative_indices=False)
         return jnp.where((indices == -1)[:, None], 0, taken).astype(rows.dtype)
 
-    return out._replace(rows=jax.tree.map(take, out.rows))
+    return Dispatched(jax.tree.map(take, rows), group_sizes, routing)
 
 
 def round_trip(

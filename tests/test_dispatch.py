@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup
 from helpers import LATE_TOKENS
 
-from jax_ep import CapacityError, Group, Implementation, combine, dispatch, lax
+from jax_ep import CapacityError, Group, Implementation, Unexpanded, combine, dispatch, lax
 
 SIZE, EXPERTS = 4, 16
 
@@ -150,6 +150,7 @@ def test_a_slot_for_each_token(
     case = helpers.draw_case(rng, SIZE, 16, 4, EXPERTS, 128)
     out = helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
     rows = SIZE * 16 if slots else 40
+    assert isinstance(out, Unexpanded)
     assert all(x.shape[1] == rows for x in jax.tree.leaves(out.rows))
     if not slots:
         used = np.arange(40) < out.group_sizes.sum(axis=1, keepdims=True)
@@ -160,9 +161,9 @@ def test_failure_makes_products_nan(implementation: Implementation, group: Group
     """Also where rows are gathered by `indices`."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        options: Any = {"capacity": 20, "expand": False, "implementation": implementation}
-        rows, _, routing = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
-        return lax.ragged_dot(rows, jnp.ones((1, 128, 8)), jnp.array([20]), lhs_indices=routing.indices)
+        options: Any = {"capacity": 20, "implementation": implementation}
+        out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, expand=False, **options)
+        return lax.ragged_dot(out.rows, jnp.ones((1, 128, 8)), jnp.array([20]), lhs_indices=out.indices)
 
     tokens, ids, weights = helpers.draw_case(rng, SIZE, 8, 4, EXPERTS, 128)
     with helpers.expect_failure(group, CapacityError, "capacity is 20", implementation):

@@ -106,7 +106,7 @@ def test_expert_and_weight_of_rows(
     def body(tokens: Any, ids: Any, weights: Any) -> Any:
         def of_row(weights: Any) -> Any:
             out = jax_ep.dispatch(tokens, ids, weights, group=group, **options)
-            return out.weight_of_row(), (out.expert_of_row(), out.routing.row_of)
+            return out.routing.weight_of_row(), (out.routing.expert_of_row(), out.routing.row_of)
 
         rows, pull, (expert, row_of) = jax.vjp(of_row, weights, has_aux=True)
         return rows, expert, row_of, pull(helpers.vary(jnp.arange(1.0, len(rows) + 1)))[0]

@@ -213,7 +213,7 @@ def test_pytrees_hold_anything(leaf: Any) -> None:
     """As jax's own transformations put markers in the place of arrays."""
     rows = SparseRows.from_entries(jnp.zeros(2, jnp.int32), jnp.zeros((2, 3)), num_rows=4)
     eight = Float8Rows(jnp.zeros((4, 128), jnp.uint8), jnp.zeros((4, 1)))
-    for tree in (rows, eight, Routing(*map(jnp.zeros, range(6)), config=None, indices=jnp.zeros(2))):  # pyright: ignore[reportArgumentType]
+    for tree in (rows, eight, Routing(*map(jnp.zeros, range(6)), config=None)):  # pyright: ignore[reportArgumentType]
         leaves, structure = jax.tree.flatten(tree)
         again = jax.tree.unflatten(structure, [leaf] * len(leaves))
         assert type(again) is type(tree)

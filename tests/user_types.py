@@ -30,7 +30,7 @@ def by_hand(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, matrix: jax.
 
 def of_rows(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, scales: jax.Array) -> jax.Array:
     out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, expand=False)
-    return scales[out.expert_of_row()] * out.weight_of_row()
+    return scales[out.routing.expert_of_row()] * out.routing.weight_of_row()
 
 
 def of_wires(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, weights: float8.Float8Weights) -> jax.Array:
@@ -39,6 +39,13 @@ def of_wires(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, weights: fl
     kept: float8.Float8Rows = rows
     product = float8.ragged_dot(kept, weights, sizes) + decoded.rows
     return jax_ep.combine(product, routing, group=group)
+
+
+def unexpanded(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, weights: float8.Float8Weights) -> None:
+    rows, sizes, _, indices = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, wire="float8_rows", expand=False)
+    assert_type(float8.ragged_dot(rows, weights, sizes, lhs_indices=indices), jax.Array)
+    out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, expand=False)
+    assert_type(out, jax_ep.Unexpanded[jax.Array])
 
 
 def of_tables(group: jax_ep.Group, table: jax.Array, ids: dict[str, jax.Array], rows: jax_ep.SparseRows) -> jax.Array:

@@ -191,7 +191,7 @@ class Gradients(Routed):
 
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
             out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
-            rows = out.rows if out.indices is None else take_rows(out.rows, out.indices)
+            rows = take_rows(out.rows, out.indices) if isinstance(out, jax_ep.Unexpanded) else out.rows
             rows = 3 * rows if self.wire else rows * rows
             return jax_ep.combine(rows, out.routing, group=group, implementation=implementation), out.routing.targets
 

@@ -6,7 +6,7 @@ backward sends the cotangent along the same routing.
 
 import dataclasses
 import logging
-from typing import Literal, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,20 @@ from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
 from jax_ep.ops.moe.path import path_of, unexpanded
 from jax_ep.ops.moe.routing import dispatch_in_place
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Wire
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Unexpanded, Wire
 from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
 class Options(TypedDict, total=False):
-    """Further arguments of `dispatch`, for the overloads that type its rows by `wire`."""
+    """Further arguments of `dispatch`, for the overloads that type its result by `wire` and `expand`."""
 
     group: Required[Group]
     num_experts: Required[int]
     capacity: int | None
     capacity_factor: float | None
     alignment: int
-    expand: bool
     on_overflow: OnOverflow
     nodes: NodeOptions | None
     implementation: Implementation
@@ -49,6 +48,7 @@ def dispatch(
     weights: jax.Array | None = ...,
     *,
     wire: Literal["float8"] | None = ...,
+    expand: Literal[True] = ...,
     **options: Unpack[Options],
 ) -> Dispatched[jax.Array]: ...
 @overload
@@ -58,8 +58,29 @@ def dispatch(
     weights: jax.Array | None = ...,
     *,
     wire: Literal["float8_rows"],
+    expand: Literal[True] = ...,
     **options: Unpack[Options],
 ) -> Dispatched[Float8Rows]: ...
+@overload
+def dispatch(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None = ...,
+    *,
+    wire: Literal["float8"] | None = ...,
+    expand: Literal[False],
+    **options: Unpack[Options],
+) -> Unexpanded[jax.Array]: ...
+@overload
+def dispatch(
+    tokens: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array | None = ...,
+    *,
+    wire: Literal["float8_rows"],
+    expand: Literal[False],
+    **options: Unpack[Options],
+) -> Unexpanded[Float8Rows]: ...
 def dispatch(
     tokens: jax.Array,
     expert_ids: jax.Array,
@@ -75,7 +96,7 @@ def dispatch(
     on_overflow: OnOverflow = "raise",
     nodes: NodeOptions | None = None,
     implementation: Implementation = "auto",
-) -> Dispatched[jax.Array] | Dispatched[Float8Rows]:
+) -> Dispatched[Any] | Unexpanded[Any]:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
 
     Called on every rank, inside `jax.shard_map` over the group's axis. Each token crosses the wire once per rank,
@@ -113,7 +134,8 @@ def dispatch(
         op raises it.
 
     Returns:
-      `Dispatched(rows [C, H], group_sizes [E / R] int32, routing)`; with expand=False `rows` [M, H], `indices` [C].
+      `Dispatched(rows [C, H], group_sizes [E / R] int32, routing)`; with expand=False
+      `Unexpanded(rows [M, H], group_sizes, routing, indices [C] int32)`.
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
@@ -141,13 +163,11 @@ def dispatch(
     )
     if same_on_all_ranks(group, tokens, expert_ids):
         note_same_tokens(logging.INFO, op, group.size, "sends all of them")
-    if expand:
-        return run_dispatch(call, *operands)
-    out = run_dispatch(unexpanded(call, tokens.shape[0]), *operands)
-    if out.routing.indices is not None:
+    out = run_dispatch(call if expand else unexpanded(call, tokens.shape[0]), *operands)
+    if expand or isinstance(out, Unexpanded):
         return out
     [indices] = vary.vary_alike(group.axis_name, jnp.arange(call.config.capacity, dtype=jnp.int32))
-    return out._replace(routing=dataclasses.replace(out.routing, indices=indices))
+    return Unexpanded(*out, indices)
 
 
 def combine(
@@ -181,7 +201,10 @@ def combine(
     return run_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 
-def run_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
+def run_dispatch(
+    call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Dispatched | Unexpanded:
+    """The validated call: `Unexpanded` where `call.config.expand` is false."""
     group, config, num_tokens = call.group, call.config, tokens.shape[0]
     path = path_of(call, expert_ids.size)
     if path == "in place":

@@ -40,7 +40,7 @@ from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
 from jax_ep.ops.moe.path import unexpanded
 from jax_ep.ops.moe.quotas import expert_of_rows
-from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing
+from jax_ep.ops.moe.types import COMBINED, DispatchCall, MoeStats, Routing, Unexpanded
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, product_biases, sums_by_expert, with_bias
 
 ProductFunction = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
@@ -81,10 +81,10 @@ def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array,
     tokens, _, _, experts, _ = operands
     dispatch = call.dispatch
     if not call.has_own_derivative:
-        rows, sizes, routing = run_dispatch(dispatch, *operands[:3])
-        answers, weighed_routing = plain_answers(call, rows, sizes, routing, experts)
+        out = run_dispatch(dispatch, *operands[:3])
+        answers, weighed_routing = plain_answers(call, out.rows, out.group_sizes, out.routing, experts)
         combined = run_combine(dispatch.group, answers, weighed_routing, by_kernels=dispatch.by_kernels)
-        return combined, stats_of(routing)
+        return combined, stats_of(out.routing)
     shape = (dispatch.config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = _zeroes_unused(call)
@@ -122,7 +122,7 @@ def plain_answers(
     if call.in_float8:  # rows were dequantized, and are quantized again
         multiply = partial(straight_through_product, np.dtype(rows.dtype))
     if call.weigh_inputs:
-        rows = weighed(rows, routing.by_row(routing.weights, 0))
+        rows = weighed(rows, routing.weight_of_row())
         routing = dataclasses.replace(routing, weights=(routing.row_of >= 0).astype(jnp.float32))
     first_biases, down_bias = product_biases(experts)
     first = zip(experts.first_matrices, first_biases, strict=True)
@@ -170,10 +170,11 @@ def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Op
 def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> tuple[jax.Array, Residuals]:
     """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
-    rows, sizes, routing = run_dispatch(call.dispatch, *operands[:3])
-    if routing.indices is not None:
-        rows = GatheredRows(rows, routing.indices)
-    residuals = Residuals(rows, sizes, routing, (), operands.experts, operands.parameters)
+    out = run_dispatch(call.dispatch, *operands[:3])
+    rows, routing = out.rows, out.routing
+    if isinstance(out, Unexpanded):
+        rows = GatheredRows(rows, out.indices)
+    residuals = Residuals(rows, out.group_sizes, routing, (), operands.experts, operands.parameters)
     answers, products = answers_of(call, residuals, operands.tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
     return combined, residuals._replace(products=products)
@@ -272,7 +273,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
         d_answers = dataclasses.replace(rows, matrix=d_combined)
     else:
         d_answers = gradients.scatter(group, d_combined, routing)
-    dtype, row_weights = d_combined.dtype, routing.by_row(routing.weights, 0)
+    dtype, row_weights = d_combined.dtype, routing.weight_of_row()
     weighed_inner, d_products, d_row_weights, d_parameters = _unit_cotangents(
         call, residuals, d_answers, row_weights, dtype
     )

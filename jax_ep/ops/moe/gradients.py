@@ -28,7 +28,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import (
+    COMBINED,
+    DISPATCHED,
+    NO_GRADIENT,
+    WHOLE,
+    Chunks,
+    DispatchConfig,
+    Dispatched,
+    Routing,
+    Unexpanded,
+)
 
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
@@ -104,7 +114,7 @@ def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Arra
 
 def intranode_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched:
+) -> Dispatched | Unexpanded:
     """Runs the kernel without a derivative; `_with_derivative` attaches one."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
     out = kernels.ffi_dispatch(group, config, constant_tokens, expert_ids, constant_weights)
@@ -115,7 +125,7 @@ def intranode_dispatch(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_derivative(
-    group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched
+    group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched | Unexpanded
 ) -> tuple[Any, jax.Array]:
     """The floats of a dispatch, without the integers: JAX has no types for tangents of integers."""
     return out.rows, out.routing.weights

@@ -11,12 +11,12 @@ from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
 from jax_ep.ops.moe.path import is_alone_on_gpu
 from jax_ep.ops.moe.routing import add_rows_of_tokens
-from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing, Unexpanded
 
 
 def ffi_dispatch(
     group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched:
+) -> Dispatched | Unexpanded:
     called = ffi.call(
         "dispatch",
         tokens,
@@ -37,8 +37,10 @@ def ffi_dispatch(
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
     leaves: dict[str, Any] = {leaf.name: called.get(leaf.name) for leaf in dataclasses.fields(Routing)}
-    leaves["config"] = config
-    return Dispatched(rows, called["group_sizes"], Routing(**leaves))
+    routing = Routing(**leaves | {"config": config})
+    if config.expand:
+        return Dispatched(rows, called["group_sizes"], routing)
+    return Unexpanded(rows, called["group_sizes"], routing, called["indices"])
 
 
 def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:

@@ -4,7 +4,6 @@ For `implementation="xla"`, a group of one GPU, the exchange between nodes, and 
 the dispatch that moves nothing: a grouped product reads the tokens through an index list.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit.vary import vary_alike
 from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
-from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Routing, Unexpanded
 
 _BLOCK = 32  # assignments
 
@@ -110,15 +109,14 @@ def routing_of(
 
 def dispatch_in_place(
     config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched:
+) -> Unexpanded:
     """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
     shape = expert_ids.shape
     placed = layout(expert_ids.reshape(-1), config, 1)
     routing = routing_of(placed, weights[None], 0, config, expert_ids)
     token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
-    routing = dataclasses.replace(routing, indices=routing.by_row(token, ZERO_ROW))
-    group_sizes, routing = checkpoint_name((placed.group_sizes[0], routing), DISPATCHED)
-    return Dispatched(tokens, group_sizes, routing)
+    indices = routing.by_row(token, ZERO_ROW)
+    return Unexpanded(tokens, *checkpoint_name((placed.group_sizes[0], routing, indices), DISPATCHED))
 
 
 def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:

@@ -42,9 +42,8 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     mine = expert_ids - rank * local
     mine = jnp.where((mine >= 0) & (mine < local), mine, -1)  # without a division XLA fuses it into what reads it
     alone = dataclasses.replace(config, size=1, num_experts=local, wire=None)
-    _, sizes, routing = dispatch_in_place(alone, tokens, mine, weights)
-    assert routing.indices is not None
-    rows = GatheredRows(tokens, routing.indices)
+    _, sizes, routing, indices = dispatch_in_place(alone, tokens, mine, weights)
+    rows = GatheredRows(tokens, indices)
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
     if gathers:
         rows, sizes, experts = vary.vary_alike(None, rows, sizes, experts)

@@ -27,8 +27,8 @@ class DispatchConfig:
 
     `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
     `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
-    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Routing.indices` holds the slot
-    of each row.
+    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Unexpanded.indices` holds the
+    slot of each row.
     """
 
     size: int
@@ -128,8 +128,6 @@ class Routing:
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
       config: static; how the dispatch was called.
-      indices: [C] int32. For each row of the products its row in `Dispatched.rows`, or -1 for a row of zeros. If the
-        dispatch failed, other negative numbers. None if expand=True.
     """
 
     targets: jax.Array
@@ -139,7 +137,6 @@ class Routing:
     dropped: jax.Array
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
-    indices: jax.Array | None = dataclasses.field(default=None, kw_only=True)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({checks.described(**vars(self))})"
@@ -152,6 +149,14 @@ class Routing:
         if self.config.drop:
             rows = rows_of_experts(rows, alignment, capacity)
         return segments(rows, alignment, capacity)[2]
+
+    def expert_of_row(self) -> jax.Array:
+        """[C] int32: the local expert of each row of the products, also of padding; E / R after the last expert's."""
+        return expert_of_rows(self.group_sizes, self.config.capacity)
+
+    def weight_of_row(self) -> jax.Array:
+        """[C] float32: the weight of each row of the products, 0 without an assignment. Differentiable."""
+        return self.by_row(self.weights, 0)
 
     def by_row(self, values: jax.Array, nothing: Any) -> jax.Array:
         """[C]: for each row of this rank the value of its assignment, of `values` [R, T, K]; else `nothing`."""
@@ -279,8 +284,7 @@ class Dispatched(NamedTuple, Generic[RowsT]):
 
     Attributes:
       rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". Ordered by local expert, then
-        source rank, token and k. Padding, and rows after the last expert's, are zero. With expand=False, [M, H]:
-        rows[indices] has this order, and other rows may hold anything.
+        source rank, token and k. Padding, and rows after the last expert's, are zero.
       group_sizes: [E / R] int32. Rows of each local expert, padding included, as `jax.lax.ragged_dot` takes them.
       routing: what `combine` needs; a `NodeRouting` if the group has several nodes.
     """
@@ -289,21 +293,29 @@ class Dispatched(NamedTuple, Generic[RowsT]):
     group_sizes: jax.Array
     routing: Routing
 
-    @property
-    def indices(self) -> jax.Array | None:
-        """[C] int32, `routing.indices`, as `jax_ep.lax.ragged_dot(..., lhs_indices=)` takes them."""
-        return self.routing.indices
-
-    def expert_of_row(self) -> jax.Array:
-        """[C] int32: the local expert of each row of the products, also of padding; E / R after the last expert's."""
-        return expert_of_rows(self.group_sizes, self.routing.config.capacity)
-
-    def weight_of_row(self) -> jax.Array:
-        """[C] float32: the weight of each row of the products, 0 without an assignment. Differentiable."""
-        return self.routing.by_row(self.routing.weights, 0)
-
     def __repr__(self) -> str:
         return f"Dispatched({checks.described(**self._asdict())})"
+
+
+class Unexpanded(NamedTuple, Generic[RowsT]):
+    """What `dispatch(expand=False)` returns. To a type checker generic in its rows, as `Dispatched`.
+
+    Attributes:
+      rows: [M, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". The rows that `indices` names
+        are those of `Dispatched`; other rows may hold anything.
+      group_sizes: as in `Dispatched`.
+      routing: as in `Dispatched`.
+      indices: [C] int32, as `jax_ep.lax.ragged_dot(..., lhs_indices=)` takes them: for each row of the products its row
+        in `rows`, or -1 for a row of zeros. If the dispatch failed, other negative numbers.
+    """
+
+    rows: RowsT
+    group_sizes: jax.Array
+    routing: Routing
+    indices: jax.Array
+
+    def __repr__(self) -> str:
+        return f"Unexpanded({checks.described(**self._asdict())})"
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:

@@ -3,8 +3,6 @@
 Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them.
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
@@ -12,12 +10,12 @@ from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.moe.routing import add_rows_of_tokens, layout, routing_of
-from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing
+from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing, Unexpanded
 
 
 def xla_dispatch(
     tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array, *, axis_name: AxisName, config: DispatchConfig
-) -> tuple[Dispatched, jax.Array]:
+) -> tuple[Dispatched | Unexpanded, jax.Array]:
     """`jax_ep.dispatch`, and the rows that every rank needs, [R] int32."""
     (num_tokens, top_k), size = expert_ids.shape, config.size
     me = jax.lax.axis_index(axis_name)
@@ -32,6 +30,7 @@ def xla_dispatch(
     routing = routing_of(placed, jax.lax.all_gather(weights, axis_name), me, config, expert_ids)
     source = jnp.arange(routing.row_of.size) // max(top_k, 1)
     all_tokens = jax.lax.all_gather(sent, axis_name).reshape(size * num_tokens, sent.shape[1])
+    indices, received = None, all_tokens
     if config.expand:
         rows = jnp.where(routing.row_of >= 0, routing.row_of, config.capacity).reshape(-1)
         received = jnp.zeros((config.capacity, sent.shape[1]), sent.dtype)
@@ -40,10 +39,10 @@ def xla_dispatch(
         indices = routing.by_row(source.astype(jnp.int32).reshape(routing.row_of.shape), -1)
         if not config.drop:  # an index out of bounds is a row of NaN
             indices = jnp.where((placed.needed > config.capacity).any(), jnp.iinfo(jnp.int32).min, indices)
-        routing, received = dataclasses.replace(routing, indices=indices), all_tokens
     if config.wire == "float8_rows":
         received = unpacked(received, tokens.shape[1])
-    return Dispatched(received, placed.group_sizes[me], routing), placed.needed
+    out = Dispatched(received, placed.group_sizes[me], routing)
+    return out if indices is None else Unexpanded(*out, indices), placed.needed
 
 
 def xla_scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
