@@ -91,7 +91,7 @@ class Way(NamedTuple):
 
     def layer(self, ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
         gate, up, down, tokens = others
-        return jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(gate, up, down), **self.options)[0]
+        return jax_ep.moe_mlp(tokens, ids, weights, jax_ep.Experts(gate=gate, up=up, down=down), **self.options)[0]
 
     def step(self, ids: jax.Array, *others: jax.Array) -> Any:
         """The layer and all gradients. Its result serves as cotangent: XLA would send the tokens only once."""

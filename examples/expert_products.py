@@ -71,7 +71,8 @@ def main() -> int:
     with jax_ep.Group(Mesh(np.array(jax.devices()), ("ep",)), "ep") as group:
         e = 2 * group.size
         shapes = (e, h, f), (e, h, f), (e, f, h)
-        experts = jax_ep.Experts(*(jax.random.normal(keys[i], s) / s[1] ** 0.5 for i, s in enumerate(shapes)))
+        gate, up, down = (jax.random.normal(keys[i], s) / s[1] ** 0.5 for i, s in enumerate(shapes))
+        experts = jax_ep.Experts(gate=gate, up=up, down=down)
         tokens = jax.random.normal(keys[3], (64 * group.size, h))
         ids, weights = jax_ep.nn.softmax_top_k(jax.random.normal(keys[4], (len(tokens), e)), k)
         wanted = layer_of(group, None)(tokens, ids, weights, experts)

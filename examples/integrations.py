@@ -85,7 +85,9 @@ def maxtext(
             )
     plain = config.mlp_activations[0] in ("silu", "gelu", "relu") and config.mlp_activations_limit <= 0
     experts = jax_ep.Experts(
-        *(kernel.astype(self.dtype) for kernel in (w0_kernel, w1_kernel, wo_kernel)),
+        gate=w0_kernel.astype(self.dtype),
+        up=w1_kernel.astype(self.dtype),
+        down=wo_kernel.astype(self.dtype),
         biases=None if w0_bias is None else (w0_bias, w1_bias, wo_bias),
         activation=config.mlp_activations[0] if plain else jax_ep.Gated(self.apply_ffn_activation),
     )
@@ -101,7 +103,8 @@ def tunix(self: Any, x: jax.Array, use_megablox: bool = True, *, group: jax_ep.G
     """`MoELayer.__call__` of Qwen3 in tunix 0.1.7."""
     weights, ids = jax.lax.top_k(jax.nn.softmax(self.router(x).astype(jnp.float32)), self.experts_per_tok)
     weights = (weights / weights.sum(axis=-1, keepdims=True)).astype(self.dtype)
-    experts = jax_ep.Experts(*(p[...].astype(self.dtype) for p in (self.gate_proj, self.up_proj, self.down_proj)))
+    gate, up, down = (p[...].astype(self.dtype) for p in (self.gate_proj, self.up_proj, self.down_proj))
+    experts = jax_ep.Experts(gate=gate, up=up, down=down)
     return experts_of(group, x.astype(self.dtype), ids, weights, experts, **options)[0]
 
 
@@ -146,7 +149,9 @@ def easydel(
         num_experts_per_tok=self.num_experts_per_tok,
     )
     experts = jax_ep.Experts(
-        *(kernel.astype(self.dtype) for kernel in (wi_kernel, wu_kernel, wd_kernel)),
+        gate=wi_kernel.astype(self.dtype),
+        up=wu_kernel.astype(self.dtype),
+        down=wd_kernel.astype(self.dtype),
         biases=None if wi_bias is None else (wi_bias, wu_bias, wd_bias),
         activation=act_fn if ffn_activation is None else jax_ep.Gated(ffn_activation),
     )

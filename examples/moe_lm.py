@@ -126,7 +126,7 @@ def experts(
         tokens,
         ids,
         weights,
-        jax_ep.Experts(None, layer.expert_in, layer.expert_out, activation="gelu"),
+        jax_ep.Experts(gate=None, up=layer.expert_in, down=layer.expert_out, activation="gelu"),
         group=group,
         capacity_factor=config.capacity_factor,
         precision=config.precision,

@@ -68,7 +68,7 @@ class MoeMlp(nnx.Module):
             logits = x @ router
             ids, weights = jax_ep.nn.softmax_top_k(logits, self.config.top_k)
             balance = jax_ep.nn.balance_loss(logits, ids, axis_name=("fsdp", "ep"))
-            experts = jax_ep.Experts(gate, up, down)
+            experts = jax_ep.Experts(gate=gate, up=up, down=down)
             out, _ = jax_ep.moe_mlp(x, ids, weights, experts, group=group, implementation=implementation)
             return out, balance
 

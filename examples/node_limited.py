@@ -71,7 +71,7 @@ def layer(
         tokens,
         ids,
         weights,
-        jax_ep.Experts(params.gate, params.up, params.down),
+        jax_ep.Experts(gate=params.gate, up=params.up, down=params.down),
         group=group,
         nodes=jax_ep.NodeOptions(config.node_capacity(group.nodes)),
         on_overflow="drop",

@@ -238,7 +238,8 @@ def moe_sums(
     **options: Any,
 ) -> jax.Array:
     """`moe_mlp` of experts with these matrices, without what it counted."""
-    return moe_mlp(tokens, ids, weights, Experts(gate, up, down, biases=biases, activation=activation), **options)[0]
+    experts = Experts(gate=gate, up=up, down=down, biases=biases, activation=activation)
+    return moe_mlp(tokens, ids, weights, experts, **options)[0]
 
 
 def dispatch_combine(group: Group, **options: Any) -> Callable[..., Any]:

@@ -315,7 +315,7 @@ def layer(form: Form, group: Group) -> Function:
             if form["shared"] == "gelu":
                 own = "gelu"
                 gate, up = (gate, up) if gate is None else (jnp.concatenate([gate, up], axis=1), None)
-            shared = Experts(gate, up, down, biases=given.get("shared_biases"), activation=own)
+            shared = Experts(gate=gate, up=up, down=down, biases=given.get("shared_biases"), activation=own)
         return moe_mlp(
             given["tokens"],
             given["ids"],

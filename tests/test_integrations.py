@@ -13,7 +13,7 @@ import pytest
 import upstream
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import Group
+from jax_ep import Experts, Group
 from jax_ep.__main__ import load
 
 B, S, D, F, E, K = 8, 4, 128, 128, 16, 4
@@ -140,11 +140,12 @@ def test_maxtext(name: str, rng: np.random.Generator, monkeypatch: pytest.Monkey
 def test_maxtext_says_what_was_received(rng: np.random.Generator) -> None:
     """The most assignments that a rank of any line has, and its capacity."""
     ids = rng.permuted(np.tile(np.arange(E), (B, S, 1)), axis=2)[:, :, :K].astype(np.int32)
-    matrices = [jnp.asarray(matrix) for matrix in draw_experts(rng)]
+    gate, up, down = map(jnp.asarray, draw_experts(rng))
     with Group(helpers.mesh_of(data=2, expert=4), "expert", timeout=30) as group:
 
         def both(x: Any, ids: Any, weights: Any) -> Any:
-            out, received, room = example.experts_of(group, x, ids, weights, example.jax_ep.Experts(*matrices))
+            experts = Experts(gate=gate, up=up, down=down)
+            out, received, room = example.experts_of(group, x, ids, weights, experts)
             assert room == 4 * (B * S // 8) * K
             return out, received
 

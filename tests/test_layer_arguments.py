@@ -1,5 +1,6 @@
 """What `moe_mlp` refuses when it is traced: each error names the layer and the argument."""
 
+import dataclasses
 from typing import Any
 
 import helpers
@@ -25,6 +26,10 @@ def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def zeros(*shape: int, dtype: Any = FLOAT32) -> Any:
     return np.zeros(shape, dtype)
+
+
+def alike(matrix: Any) -> Experts:
+    return Experts(gate=matrix, up=matrix, down=matrix)
 
 
 def trace(group: Group, model: Any, ids: Any, changes: dict[str, Any], options: dict[str, Any]) -> None:
@@ -80,15 +85,15 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
     ({"shared_experts": (zeros(HIDDEN, 8),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
     (
-        {"shared_experts": Experts(*[zeros(HIDDEN, 8)] * 3)},
+        {"shared_experts": alike(zeros(HIDDEN, 8))},
         r"shared_experts\.down must have shape \[F, H\] = \(8, 16\)",
     ),
     (
-        {"shared_experts": Experts(*[zeros(HIDDEN, 8, dtype=FLOAT16)] * 3)},
+        {"shared_experts": alike(zeros(HIDDEN, 8, dtype=FLOAT16))},
         r"shared_experts\.gate must be of dtype float32, got float16",
     ),
     (
-        {"shared_experts": Experts(*[zeros(1, HIDDEN, 8)] * 3)},
+        {"shared_experts": alike(zeros(1, HIDDEN, 8))},
         r"shared_experts\.gate must have shape \[H, F\], got \(1, 16, 8\)",
     ),
     ({"capacity": 0}, "capacity must be at least 1, got 0"),
@@ -136,7 +141,7 @@ def test_experts_that_are_not_sharded_are_refused(group: Group, rng: np.random.G
     tokens, ids, *matrices = (x.reshape(-1, *x.shape[2:]) for x in (model.tokens, case.ids, *model[2:]))
 
     def layer(tokens: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
-        return moe_mlp(tokens, ids, None, Experts(*matrices), group=group, implementation="xla")[0]
+        return helpers.moe_sums(tokens, ids, None, *matrices, group=group, implementation="xla")
 
     for i, name in enumerate(("gate", "up", "down")):
         specs = (P("ep"), P("ep"), *(P() if i == j else P("ep") for j in range(3)))
@@ -148,12 +153,18 @@ def test_experts_that_are_not_sharded_are_refused(group: Group, rng: np.random.G
             jax.eval_shape(mapped, *given)
 
 
+def test_experts_are_named() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Experts(1, 2, 3)  # pyright: ignore[reportCallIssue]
+
+
 def test_experts_are_a_pytree() -> None:
     """Static is the activation alone; markers that jax's transformations put in place of arrays pass."""
     marked: Any = (None, 4, None)
-    experts = Experts(1, None, 3, biases=marked, activation=Gated(clipped))
+    experts = Experts(gate=1, up=None, down=3, biases=marked, activation=Gated(clipped))
     leaves, structure = jax.tree.flatten(experts)
     assert leaves == [1, 3, 4]
     assert jax.tree.unflatten(structure, leaves) == experts
-    assert structure == jax.tree.structure(Experts(0, None, 0, biases=marked, activation=Gated(clipped)))
-    assert structure != jax.tree.structure(Experts(0, None, 0, biases=marked))
+    others = dataclasses.replace(experts, gate=0, down=0)
+    assert structure == jax.tree.structure(others)
+    assert structure != jax.tree.structure(dataclasses.replace(others, activation="silu"))

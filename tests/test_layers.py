@@ -52,7 +52,7 @@ def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: np.random.Gene
         biases = (model.gate[:, 0], model.up[:, 0], model.down[:, 0]) if form == "biased" else None
         gate = None if two else model.gate
         activation: Any = gated if form in ("biased", "of the user") else "silu"
-        experts = Experts(gate, model.up, model.down, biases=biases, activation=activation)
+        experts = Experts(gate=gate, up=model.up, down=model.down, biases=biases, activation=activation)
         return moe_mlp(model.tokens, ids, model.weights, experts, group=group, capacity=ROWS)[0]
 
     def body(model: Layer, ids: jax.Array) -> jax.Array:
@@ -105,7 +105,9 @@ def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generato
     layer, case, _ = draw(rng, np.float32)
 
     def body(model: Layer, shared: list[Any], ids: jax.Array) -> jax.Array:
-        return layer_of(group, "kernels", shared_experts=Experts(*shared))(model.tokens, ids, *model[1:])
+        gate, up, down = shared
+        experts = Experts(gate=gate, up=up, down=down)
+        return layer_of(group, "kernels", shared_experts=experts)(model.tokens, ids, *model[1:])
 
     traced = jax.make_jaxpr(helpers.per_rank(body, group.mesh))(layer, draw_shared(rng), case.ids)
     (jitted,) = traced.eqns
@@ -135,7 +137,8 @@ def test_stats(implementation: Implementation, group: Group, rng: np.random.Gene
 
     def body(model: Layer, ids: jax.Array) -> Any:
         options: dict[str, Any] = {"capacity": capacity, "on_overflow": "drop", "implementation": implementation}
-        return moe_mlp(model.tokens, ids, model.weights, Experts(*model[2:]), group=group, **options)
+        experts = Experts(gate=model.gate, up=model.up, down=model.down)
+        return moe_mlp(model.tokens, ids, model.weights, experts, group=group, **options)
 
     out, stats = helpers.fetch(helpers.per_rank(body, group.mesh)(layer, case.ids))
     valid = (case.ids >= 0) & (case.ids < EXPERTS)

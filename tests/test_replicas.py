@@ -204,9 +204,9 @@ def test_a_layer_of_replicas_trains(group: Group, rng: np.random.Generator) -> N
     target = rng.standard_normal(flat.tokens.shape).astype(np.float32)
     traced = []
 
-    def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, *matrices: Any) -> Any:
+    def layer(tokens: Any, weights: Any, ids: Any, plan: nn.ReplicaPlan, gate: Any, up: Any, down: Any) -> Any:
         slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
-        replicas = nn.replicate(Experts(*matrices), plan, group=group)
+        replicas = nn.replicate(Experts(gate=gate, up=up, down=down), plan, group=group)
         return moe_mlp(tokens, slots, weights, replicas, group=group)
 
     specs = (P("ep"), P("ep"), P("ep"), P(), P("ep"), P("ep"), P("ep"))

@@ -40,7 +40,7 @@ def layer(group: Group, shared: bool, check_vma: bool = True, **options: Any) ->
     activation, rows = options.pop("activation", "silu"), P() if shared else P("ep")
 
     def body(tokens: jax.Array, weights: jax.Array, gate: Any, up: Any, down: Any, ids: jax.Array) -> Any:
-        experts = Experts(gate, up, down, activation=activation)
+        experts = Experts(gate=gate, up=up, down=down, activation=activation)
         return moe_mlp(tokens, ids, weights, experts, group=group, shared_tokens=shared, **options)
 
     mapped = jax.shard_map(
@@ -102,8 +102,8 @@ def test_sums_are_rounded_once(open_group: OpenGroup) -> None:
     weights = jnp.array([[1 + 2**-9, -1]], jnp.float32)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrix: jax.Array) -> jax.Array:
-        experts = Experts(None, matrix, matrix, activation=lambda x: x)
-        return moe_mlp(tokens, ids, weights, experts, group=group, shared_tokens=True)[0]
+        options: dict[str, Any] = {"group": group, "shared_tokens": True, "activation": lambda x: x}
+        return helpers.moe_sums(tokens, ids, weights, None, matrix, matrix, **options)
 
     mapped = jax.shard_map(body, mesh=group.mesh, in_specs=(P(), P(), P(), P("ep")), out_specs=P())
     assert jax.jit(mapped)(matrix[0], jnp.array([[0, 1]]), weights, matrix) == 2**-9
@@ -131,7 +131,7 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
     def body(tokens: jax.Array, ids: jax.Array, matrix: jax.Array, *, shared: bool | None) -> jax.Array:
         if shared is None:
             return dispatch(tokens, ids, group=group, num_experts=4).rows
-        return moe_mlp(tokens, ids, None, Experts(None, matrix, matrix), group=group, shared_tokens=shared)[0]
+        return helpers.moe_sums(tokens, ids, None, None, matrix, matrix, group=group, shared_tokens=shared)
 
     def traced(rows: Any, shared: bool | None) -> None:
         mapped = jax.shard_map(

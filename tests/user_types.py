@@ -15,7 +15,7 @@ def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, mat
     with jax_ep.Group(mesh, "ep", timeout=60) as group:
         gate, up, down = matrices
         out, stats = jax_ep.moe_mlp(
-            tokens, ids, weights, jax_ep.Experts(gate, up, down), group=group, capacity_factor=2
+            tokens, ids, weights, jax_ep.Experts(gate=gate, up=up, down=down), group=group, capacity_factor=2
         )
         return out + stats.dropped.sum()
 

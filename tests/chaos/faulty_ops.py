@@ -117,7 +117,7 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20, hidden
         rows, sizes, routing = jax_ep.dispatch(tokens, ids, weights, num_experts=experts, capacity=capacity, **where)
         inner = jax_ep.lax.ragged_dot(rows, first, sizes)
         sums = jax_ep.combine(jax_ep.lax.ragged_dot(inner, last, sizes), routing, **where)
-        unit: Any = jax_ep.Experts(None, first, last, activation=lambda x: x)
+        unit: Any = jax_ep.Experts(gate=None, up=first, down=last, activation=lambda x: x)
         layer, _ = jax_ep.moe_mlp(tokens, ids, weights, unit, capacity=capacity, **where)
         return inner, sizes, sums, layer
 

@@ -28,7 +28,7 @@ class Gated:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Experts:
     """The matrices of a rank's own experts: a pytree, so under `jax.shard_map` the one spec `P(axis_name)` fits it.
 
@@ -50,9 +50,9 @@ class Experts:
     gate: Any
     up: Any
     down: Any
-    biases: Biases | None = dataclasses.field(default=None, kw_only=True)
+    biases: Biases | None = None
     activation: ActivationName | Activation | ClampedSwiglu | Gated = dataclasses.field(
-        default="silu", kw_only=True, metadata={"static": True}
+        default="silu", metadata={"static": True}
     )
 
     def __repr__(self) -> str:
