@@ -221,6 +221,12 @@ WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
             ({"bits": ROWS.bits.view(oracle.FP8)}, {}, TypeError, r"lhs\.bits must be of dtype uint8"),
             ({}, {"scales": ROWS.scales}, ValueError, r"rhs\.scales must have shape"),
             ({}, {"bits": WEIGHTS.bits[..., :128]}, ValueError, r"rhs\.bits must have 256 columns"),
+            (
+                {},
+                {"bits": WEIGHTS.bits.view(jnp.float8_e5m2)},
+                TypeError,
+                r"rhs\.bits must be of dtype uint8, float8_e4m3fn, got float8_e5m2",
+            ),
             ({}, {"bits": WEIGHTS.bits[:, :64]}, ValueError, r"multiples of 128"),
         )
     ),
@@ -280,6 +286,28 @@ def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
 
     with pytest.raises(TypeError, match=r"^float8.ragged_dot: rhs in float8 has no gradient"):
         jax.grad(loss)(rhs.scales)
+
+
+def test_weights_of_float8_arrays(group: Group, rng: np.random.Generator) -> None:
+    """They are those of the bits, of numpy, of JAX, and traced."""
+    lhs, sizes = jnp.asarray(rng.standard_normal((8, 128)), jnp.float32), jnp.array([3, 5])
+    matrices = rng.standard_normal((group.size, 2, 128, 128)).astype(np.float32)
+    rhs = quantize_weights(matrices[0])
+    wanted = float8.ragged_dot(lhs, rhs, sizes)
+    for values in (rhs.values, np.asarray(rhs.values)):
+        given = Float8Weights(values, rhs.scales)
+        np.testing.assert_array_equal(given.bits, rhs.bits, strict=True)
+        np.testing.assert_array_equal(float8.ragged_dot(lhs, given, sizes), wanted)
+
+    def layers(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrix: jax.Array) -> list[jax.Array]:
+        of_bits = quantize_weights(matrix)
+        of_values = Float8Weights(of_bits.values, of_bits.scales)
+        options: dict[str, Any] = {"group": group, "precision": "float8"}
+        return [helpers.moe_sums(tokens, ids, weights, *[each] * 3, **options) for each in (of_bits, of_values)]
+
+    case = helpers.draw_case(rng, group.size, 8, 2, 2 * group.size, 128, matrices.dtype)
+    of_bits, of_values = helpers.fetch(helpers.per_rank(layers, group.mesh)(*case, matrices))
+    np.testing.assert_array_equal(of_bits, of_values)
 
 
 def _without_scales(weights: Float8Weights) -> Float8Weights:

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jax_ep._kit import checks
 from jax_ep.pallas_kernels import BLOCK as BLOCK, blocks_to_float8
 
-BITS = np.dtype(np.uint8)
+BITS, FLOAT8 = np.dtype(np.uint8), np.dtype(jnp.float8_e4m3fn)
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Float8Rows:
     @property
     def values(self) -> jax.Array:
         """[M, H] float8_e4m3fn."""
-        return _from_bits(self.bits)
+        return _bitcast(self.bits, FLOAT8)
 
     def __repr__(self) -> str:
         return f"Float8Rows({checks.described(bits=self.bits, scales=self.scales)})"
@@ -53,17 +53,21 @@ class Float8Weights:
     They are transposed, since tensor cores read float8 along the contraction.
 
     Attributes:
-      bits: [..., N, K] uint8, the bits of `values`.
+      bits: [..., N, K] uint8, the bits of `values`. An array of float8_e4m3fn is replaced by its bits.
       scales: [..., N / 128, K / 128] float32.
     """
 
     bits: jax.Array
     scales: jax.Array
 
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, checks.ARRAYS) and self.bits.dtype == FLOAT8:  # else a leaf of any kind
+            object.__setattr__(self, "bits", _bitcast(self.bits, BITS))
+
     @property
     def values(self) -> jax.Array:
         """[..., N, K] float8_e4m3fn."""
-        return _from_bits(self.bits)
+        return _bitcast(self.bits, FLOAT8)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,10 +123,8 @@ def weights_from_float8(weights: Float8Weights, dtype: DTypeLike) -> jax.Array:
     return blocks.reshape(weights.bits.shape).astype(dtype).swapaxes(-1, -2)
 
 
-def _from_bits(bits: jax.Array) -> jax.Array:
-    if isinstance(bits, np.ndarray):
-        return bits.view(jnp.float8_e4m3fn)
-    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+def _bitcast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    return x.view(dtype) if isinstance(x, np.ndarray) else jax.lax.bitcast_convert_type(x, dtype)
 
 
 def _to_float32(values: jax.Array) -> jax.Array:

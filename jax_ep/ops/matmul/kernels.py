@@ -4,15 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import ffi
-from jax_ep._kit.float8 import Float8, Float8Rows, Float8Weights
+from jax_ep._kit.float8 import FLOAT8, Float8, Float8Rows, Float8Weights
 from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, matrix_and_indices
-
-FLOAT8 = np.dtype(jnp.float8_e4m3fn)  # of the bits in `Float8Rows` and `Float8Weights`
 
 
 def grouped_matmul(

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jax_ep import pallas_kernels
 from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import by_platform
-from jax_ep._kit.float8 import BITS, BLOCK, Float8, Float8Rows, Float8Weights
+from jax_ep._kit.float8 import BITS, BLOCK, FLOAT8, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
 
 
@@ -100,7 +100,7 @@ def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, 
     """Raises ValueError or TypeError unless `weights` are quantized matrices of `shape`, [G, K, N] or [K, N]."""
     if weights.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got Float8Weights of {weights.shape}")
-    checks.check_array(op, f"{name}.bits", weights.bits, dtype=BITS)
+    checks.check_array(op, f"{name}.bits", weights.bits, dtype=(BITS, FLOAT8))
     *groups, k, n = shape
     check_blocks(op, f"{name}.bits", (n, k))
     scales, layout = (*groups, n // BLOCK, k // BLOCK), f"[{'G, ' if groups else ''}N / 128, K / 128]"
