@@ -16,7 +16,7 @@ from .moe_cases import Shape
 from .runner import Row
 
 INDEX = WEIGHT = COUNT = 4  # bytes of an int32 or a float32
-SLACK = 1.25  # of a node capacity, as in `NodeOptions.plan`
+SLACK = 1.25  # of a node capacity, as in `Group.node_plan`
 NODES = (2, 4, 8, 16, 32, 64)
 
 
@@ -129,7 +129,7 @@ class Exchange:
 
 
 def planned(exchange: Exchange) -> Exchange:
-    """By the node capacity that `NodeOptions.plan` would choose if it knew `top_nodes`."""
+    """By the node capacity that `Group.node_plan` would choose if it knew `top_nodes`."""
     expected = exchange.shape.tokens * exchange.share(1)
     room = -(-math.ceil(SLACK * expected) // 8) * 8
     return dataclasses.replace(exchange, node_capacity=room if room < 0.9 * exchange.shape.tokens else None)

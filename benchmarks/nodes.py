@@ -61,24 +61,19 @@ def rows_for_others(wanted: np.ndarray) -> float:
 class Way(NamedTuple):
     """A dispatch and its combine as they are measured."""
 
-    exchange: Exchange
+    exchange: Exchange  # its `node_capacity` is that of the group
     capacity: int
     group: jax_ep.Group
     implementation: Implementation
-    chunks: int
 
     def __str__(self) -> str:
-        chunks = f", {self.chunks} chunks" if self.chunks > 1 else ""
-        return (
-            ("dense" if self.exchange.dense else "by capacity") + (", float8" if self.exchange.float8 else "") + chunks
-        )
+        return ("dense" if self.exchange.dense else "by capacity") + (", float8" if self.exchange.float8 else "")
 
     @property
     def options(self) -> dict[str, Any]:
         return {
             "group": self.group,
             "capacity": self.capacity,
-            "nodes": jax_ep.NodeOptions(self.exchange.node_capacity, self.chunks),
             "wire": "float8" if self.exchange.float8 else None,
             "implementation": self.implementation,
         }
@@ -99,10 +94,9 @@ class Way(NamedTuple):
         return out, backward(out)
 
 
-def ways(dense: Exchange, ids: np.ndarray, group: jax_ep.Group, float8: bool) -> list[Way]:
+def exchanges_of(dense: Exchange, ids: np.ndarray, float8: bool) -> list[Exchange]:
     """Dense, and by the planned capacity, or what these ids need where that is more; with `float8` each in it too."""
     shape = dense.shape
-    room = capacity(Case(shape), load(ids, shape.experts, group.size))
     most = int(tokens_for_nodes(ids, shape.experts, dense.nodes, dense.ranks).max())
     exchanges = [dense]
     if most < shape.tokens:
@@ -110,8 +104,7 @@ def ways(dense: Exchange, ids: np.ndarray, group: jax_ep.Group, float8: bool) ->
         exchanges.append(dataclasses.replace(dense, node_capacity=most if plan.dense else max(most, plan.room)))
     if float8:
         exchanges += [dataclasses.replace(one, float8=True) for one in exchanges]
-    implementation = group._resolve("bench", "auto", serves_nodes=True)
-    return [Way(one, room, group, implementation, 1) for one in exchanges]
+    return exchanges
 
 
 def count_bytes(way: Way, operands: Operands, state: jax_ep.Dispatched) -> dict[str, int]:
@@ -144,29 +137,37 @@ def in_bytes(exchange: Exchange, counted: dict[str, int], needed: float) -> Row:
 
 
 def rows(top_nodes: int | None, run: Run) -> Iterator[Row]:
-    """A row for each way."""
-    group, mesh, calls = run.group, run.mesh, 2 if run.on_cpu else 10
-    model = model_of(run)
-    shape, dense = model.shape, Exchange(group.nodes, group.size // group.nodes, model.shape, top_nodes=top_nodes)
+    """A row for each exchange, with a group of its own."""
+    model, nodes = model_of(run), run.group.nodes
+    shape, dense = model.shape, Exchange(nodes, run.group.size // nodes, model.shape, top_nodes=top_nodes)
     drawn = draw_ids(shape, dense.nodes, dense.ranks, top_nodes)
-    ids, weights, *matrices, tokens = operands = make_operands(model, drawn, mesh)
+    ids, weights, *matrices, tokens = operands = make_operands(model, drawn, run.mesh)
     needed = rows_for_others(tokens_for_nodes(drawn, shape.experts, dense.nodes, dense.ranks))
     kind = "any node" if top_nodes is None else f"{top_nodes} of {dense.nodes} nodes"
-    for way in ways(dense, drawn, group, not run.options.quick):
-        state = on_ranks(way.dispatch, mesh)(ids, weights, tokens)
-        counted = count_bytes(way, operands, state)
-        loops = {
-            "dispatch": Loop(way.dispatch, (ids, weights), tokens, calls),
-            "combine": Loop(way.combine, (state.routing,), state.rows, calls),
-            "layer": Loop(way.layer, (ids, weights, *matrices), tokens, calls),
-            "step": Loop(way.step, (ids, weights, *matrices), tokens, calls),
-        }
-        times = {f"{name}, us": f"{time:,.0f}" for name, time in run.time(loops).items()}
+    rows_of_rank, calls = capacity(Case(shape), load(drawn, shape.experts, run.group.size)), 2 if run.on_cpu else 10
+    implementation = run.group._resolve("bench", "auto", serves_nodes=True)
+    for exchange in exchanges_of(dense, drawn, not run.options.quick):
+        with open_group(run.mesh, jax_ep.NodeOptions(exchange.node_capacity)) as group:
+            way = Way(exchange, rows_of_rank, group, implementation)
+            state = on_ranks(way.dispatch, run.mesh)(ids, weights, tokens)
+            counted = count_bytes(way, operands, state)
+            loops = {
+                "dispatch": Loop(way.dispatch, (ids, weights), tokens, calls),
+                "combine": Loop(way.combine, (state.routing,), state.rows, calls),
+                "layer": Loop(way.layer, (ids, weights, *matrices), tokens, calls),
+                "step": Loop(way.step, (ids, weights, *matrices), tokens, calls),
+            }
+            times = {f"{name}, us": f"{time:,.0f}" for name, time in run.time(loops).items()}
+            group.check()
         yield {"experts of": kind, "way": way, "B": way.exchange.room} | in_bytes(way.exchange, counted, needed) | times
 
 
 def model_of(run: Run) -> Model:
     return TINY if run.on_cpu else SMALL if run.options.quick else V3
+
+
+def open_group(mesh: Mesh, nodes: jax_ep.NodeOptions | None = None) -> jax_ep.Group:
+    return jax_ep.Group(mesh, AXES, across_nodes=True, nodes=nodes)
 
 
 def open_nodes(options: argparse.Namespace) -> jax_ep.Group | None:
@@ -177,7 +178,7 @@ def open_nodes(options: argparse.Namespace) -> jax_ep.Group | None:
     nodes = options.nodes or max(2, jax.process_count())
     if len(devices) % nodes:
         raise SystemExit(f"--nodes must divide the {len(devices)} devices, got {nodes}")
-    return jax_ep.Group(Mesh(np.array(devices).reshape(nodes, -1), AXES), AXES, across_nodes=True)
+    return open_group(Mesh(np.array(devices).reshape(nodes, -1), AXES))
 
 
 def cases(run: Run) -> list[Any]:

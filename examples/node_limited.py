@@ -5,7 +5,8 @@ The experts of a node are one group of the router, which chooses experts of the 
 tokens, and a quarter more as no router is quite even. A bias of the choice, nudged after every step, keeps experts
 even, and with them nodes.
 
-`layer` runs inside `jax.shard_map`: T tokens of this device [T, H], E experts of which E / R are its own.
+`layer` runs inside `jax.shard_map`: T tokens of this device [T, H], E experts of which E / R are its own. The group has
+the room for tokens on the way to each node (`jax_ep.NodeOptions`).
 """
 
 import argparse
@@ -73,7 +74,6 @@ def layer(
         weights,
         jax_ep.Experts(gate=params.gate, up=params.up, down=params.down),
         group=group,
-        nodes=jax_ep.NodeOptions(config.node_capacity(group.nodes)),
         on_overflow="drop",
     )
     visited = (ids[..., None] // (config.experts // group.nodes) == jnp.arange(group.nodes)).any(axis=1).sum(axis=1)
@@ -138,8 +138,8 @@ def main(arguments: list[str]) -> int:
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
     if options.nodes < 1 or devices.size % options.nodes or config.experts % devices.size:
         parser.error(f"--nodes must divide the {devices.size} devices, and these the {config.experts} experts")
-    with jax_ep.Group(Mesh(devices.reshape(options.nodes, -1), AXES), AXES, across_nodes=True) as group:
-        room = config.node_capacity(group.nodes)
+    mesh, room = Mesh(devices.reshape(options.nodes, -1), AXES), config.node_capacity(options.nodes)
+    with jax_ep.Group(mesh, AXES, across_nodes=True, nodes=jax_ep.NodeOptions(room)) as group:
         show(
             f"top-{config.top_k} of {config.experts} experts on at most {config.top_nodes} of {group.nodes} nodes; "
             f"each device has {config.tokens} tokens, and room for {room} of them on the way to each node",

@@ -14,6 +14,7 @@ from jax_ep.errors import (
 )
 from jax_ep.group import Group as Group
 from jax_ep.nn.layers import moe_mlp as moe_mlp
+from jax_ep.node_options import NodeOptions as NodeOptions
 from jax_ep.ops.collective_matmul.api import (
     all_gather_matmul as all_gather_matmul,
     matmul_all_reduce as matmul_all_reduce,
@@ -21,7 +22,6 @@ from jax_ep.ops.collective_matmul.api import (
 )
 from jax_ep.ops.matmul.gated import ClampedSwiglu as ClampedSwiglu
 from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
-from jax_ep.ops.moe.node_options import NodeOptions as NodeOptions
 from jax_ep.ops.moe.types import (
     Dispatched as Dispatched,
     MoeStats as MoeStats,

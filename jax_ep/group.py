@@ -14,6 +14,7 @@ from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged
 from jax_ep.errors import GroupClosedError, JaxEpError
+from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
 from jax_ep.runtime.liveness import Liveness, heartbeat_thread
@@ -39,6 +40,8 @@ class Group:
         collectives (NCCL, gloo) along the others, and ranks are numbered node by node. If False, kernels exchange along
         all axes. Default: True if every line along the last axis is on one host (on a CPU: in one process), and some
         line along all axes is not.
+      nodes: `NodeOptions`: how `dispatch` and `moe_mlp` send tokens between nodes. A group of one node ignores it. All
+        processes must give the same. Default: `NodeOptions()`.
       timeout: seconds a rank waits for a peer before the group fails with `PeerTimeoutError`. A rank that compiles,
         loads data or saves a checkpoint keeps its peers waiting, so the timeout must be longer. More than 24 days, and
         `inf`, count as 24 days. Default: `JAX_EP_TIMEOUT` of the environment, or else 300. In a group across nodes a
@@ -58,9 +61,9 @@ class Group:
     in it at the same time.
 
     Raises:
-      ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout or max_sms is not positive, one axis
-        shall cross nodes, or on_lost is another text.
-      TypeError: max_sms is no int, across_nodes no bool, or a timeout no number.
+      ValueError: the axis is not in the mesh, the mesh mixes platforms, a timeout, max_sms or a number in `nodes` is
+        not positive, one axis shall cross nodes, or on_lost or nodes.capacity is another text.
+      TypeError: max_sms is no int, across_nodes no bool, nodes no `NodeOptions`, or a timeout no number.
       RuntimeError: this is traced code.
       PlatformError: a line has GPUs of several hosts, or XLA's flags let ops of a GPU overlap.
       PeerTimeoutError, PeerLostError: a process did not create its part of the group.
@@ -72,6 +75,7 @@ class Group:
         axis_name: AxisName,
         *,
         across_nodes: bool | None = None,
+        nodes: NodeOptions | None = None,
         timeout: float | None = None,
         open_timeout: float | None = None,
         max_sms: int | None = None,
@@ -81,6 +85,7 @@ class Group:
         checks.check_one_of("Group", "on_lost", on_lost, OnLost)
         if max_sms is not None:
             checks.check_int("Group", "max_sms", max_sms)
+        self.node_options = checked(nodes)
         timeout = timeouts.seconds("timeout", timeouts.default() if timeout is None else timeout)
         platforms = {device.platform for device in mesh.devices.flat}
         if len(platforms) != 1:
@@ -153,6 +158,22 @@ class Group:
     def nodes(self) -> int:
         """How many nodes a line spans."""
         return 1 if self.intranode is None else self.size // self.intranode.size
+
+    def node_plan(self, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
+        """What `NodeOptions(capacity="auto")` stands for.
+
+        Args:
+          num_tokens: T, the tokens of a rank.
+          top_k: K, the experts of each token.
+          num_experts: E.
+
+        Raises:
+          ValueError, TypeError: an argument is no int, negative, or num_experts is 0.
+        """
+        for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
+            checks.check_int("Group.node_plan", name, number, least=0)
+        checks.check_int("Group.node_plan", "num_experts", num_experts)
+        return plan_of(self.nodes, num_tokens, top_k, num_experts)
 
     @property
     def closed(self) -> bool:

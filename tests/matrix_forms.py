@@ -2,6 +2,7 @@
 
 A form is what it changes: options of the op, and keys of its own:
 
+    nodes: the `NodeOptions` of a group across nodes
     frozen: names of the matrices that are `Float8Weights`, which have no gradient
     matrices: "two" (no gate) or "one" (gate holds both)
     biased: which of gate, up and down have a bias
@@ -252,18 +253,8 @@ def arrives(form: Form, case: helpers.Case) -> np.ndarray:
 
 
 OF_OPS = (
-    *(
-        "capacity",
-        "capacity_factor",
-        "on_overflow",
-        "wire",
-        "expand",
-        "precision",
-        "nodes",
-        "weigh_inputs",
-        "alignment",
-        "implementation",
-    ),
+    *("capacity", "capacity_factor", "on_overflow", "wire", "expand"),
+    *("precision", "weigh_inputs", "alignment", "implementation"),
 )
 OF_ORACLES = ("wire", "precision", "weigh_inputs", "activation", "product", "matrices", "shared")
 

@@ -65,9 +65,18 @@ def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **o
     group.check()
 
 
-def check_room_on_the_way(group: Group, case: helpers.Case, node_capacity: int) -> None:
-    found = run(group, case, implementation="kernels", nodes=NodeOptions(node_capacity), on_overflow="drop")
-    test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
+def check_room_on_the_way(mesh: jax.sharding.Mesh, rng: np.random.Generator, node_capacity: int) -> None:
+    with open_group(mesh, 60, nodes=NodeOptions(node_capacity)) as group:
+        case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
+        found = run(group, case, implementation="kernels", on_overflow="drop")
+        test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
+
+
+def check_chunks(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+    with open_group(mesh, 60, nodes=NodeOptions(chunks=3)) as group:
+        uneven = test_nodes.uneven(rng, group.size)
+        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
+        check_layer(group, rng)
 
 
 def check_overflow(group: Group, case: helpers.Case) -> None:
@@ -82,20 +91,26 @@ def check_overflow(group: Group, case: helpers.Case) -> None:
 def check_mismatch(mesh: jax.sharding.Mesh) -> None:
     """The last process calls what process 0 does not: all are told, none hangs or aborts, and the group goes on."""
     odd = jax.process_index() == jax.process_count() - 1
-    with open_group(mesh, 60) as group:
+
+    def differ(group: Group, ours: str, theirs: str) -> None:
         last = group.size - group.size // group.nodes
+        seen = f"rank 0 calls {CALLS[ours][2]}.*; rank {last} calls {CALLS[theirs][2]}"
+        op, tokens, _ = CALLS[theirs if odd else ours]
+        program = helpers.per_rank(lambda x: op(group, x), mesh)
+        start = time.monotonic()
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=seen):
+            jax.block_until_ready(program(spread(group, np.ones((group.size, tokens, HIDDEN), np.float32))))
+        with pytest.raises(MismatchError, match=seen):
+            group.check()
+        print(f"{ours}, {theirs}: told after {time.monotonic() - start:.2f} s, with compiling", flush=True)
+
+    with open_group(mesh, 60) as group:
         for ours, theirs in MISMATCHES:
-            seen = f"rank 0 calls {CALLS[ours][2]}.*; rank {last} calls {CALLS[theirs][2]}"
-            op, tokens, _ = CALLS[theirs if odd else ours]
-            program = helpers.per_rank(lambda x, op=op: op(group, x), mesh)
-            start = time.monotonic()
-            with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=seen):
-                jax.block_until_ready(program(spread(group, np.ones((group.size, tokens, HIDDEN), np.float32))))
-            with pytest.raises(MismatchError, match=seen):
-                group.check()
-            print(f"{ours}, {theirs}: told after {time.monotonic() - start:.2f} s, with compiling", flush=True)
+            differ(group, ours, theirs)
         rng = np.random.default_rng(helpers.SEED)
         check_round_trip(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN))
+    with open_group(mesh, 60, nodes=NodeOptions(chunks=2) if odd else None) as group:
+        differ(group, "dispatch", "in chunks")
 
 
 def twice(group: Group, x: jax.Array) -> jax.Array:
@@ -108,13 +123,12 @@ def gradient(group: Group, x: jax.Array) -> jax.Array:
     return jax.grad(lambda x: jnp.sum(both(x, ids, None)[1] ** 2))(x)
 
 
-in_chunks = partial(mismatch_cases.dispatched, nodes=NodeOptions(chunks=2))
 multiplied = partial(mismatch_cases.multiplied, implementation="xla")
 # On a rank, with so many tokens or entries, and what an error says of it.
 CALLS: dict[str, tuple[Callable[[Group, jax.Array], jax.Array], int, str]] = {
     "dispatch": (mismatch_cases.dispatched, TOKENS, f"dispatch num_tokens={TOKENS} .*float32 chunks=1 "),
     "fewer tokens": (mismatch_cases.dispatched, 4, "dispatch num_tokens=4 .*float32 chunks=1 "),
-    "in chunks": (in_chunks, TOKENS, f"dispatch num_tokens={TOKENS} .*float32 chunks=2 "),
+    "in chunks": (mismatch_cases.dispatched, TOKENS, f"dispatch num_tokens={TOKENS} .*float32 chunks=2 "),
     "product": (multiplied, TOKENS, "matmul_all_reduce lhs="),
     "sparse": (mismatch_cases.reduced, 8, f"sparse_all_reduce entries=8 columns={HIDDEN} .* capacity=50 "),
     "more entries": (mismatch_cases.reduced, 9, f"sparse_all_reduce entries=9 columns={HIDDEN} .* capacity=50 "),
@@ -123,7 +137,6 @@ CALLS: dict[str, tuple[Callable[[Group, jax.Array], jax.Array], int, str]] = {
 }
 MISMATCHES = [
     ("dispatch", "fewer tokens"),
-    ("dispatch", "in chunks"),
     ("product", "dispatch"),
     ("dispatch", "sparse"),
     ("sparse", "more entries"),
@@ -184,15 +197,13 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
     rng = np.random.default_rng(helpers.SEED)
     with open_group(mesh, 60) as group:
         check_what_it_is(group, *mesh.devices.shape)
-        uneven = test_nodes.uneven(rng, group.size)
-        check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop", nodes=NodeOptions(chunks=3))
-        check_room_on_the_way(group, helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN), 3)
-        check_overflow(group, uneven)
+        check_overflow(group, test_nodes.uneven(rng, group.size))
         check_sparse(group, rng)
         float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
-        check_layer(group, rng, nodes=NodeOptions(chunks=4))
         check_layer(group, rng, implementation="xla")
+    check_chunks(mesh, rng)
+    check_room_on_the_way(mesh, rng, 3)
     for axis in AXES if on_cpu() else AXES[1:]:
         check_lines(mesh, axis, rng)
 
@@ -218,9 +229,11 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def open_group(mesh: jax.sharding.Mesh, timeout: float, on_lost: OnLost = "raise") -> Group:
+def open_group(
+    mesh: jax.sharding.Mesh, timeout: float, on_lost: OnLost = "raise", nodes: NodeOptions | None = None
+) -> Group:
     """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
-    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True, on_lost=on_lost)
+    return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True, on_lost=on_lost, nodes=nodes)
 
 
 def lose(mesh: jax.sharding.Mesh, how: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from conftest import require_native
 from jax.sharding import Mesh
 
-from jax_ep import Group, Implementation
+from jax_ep import Group, Implementation, NodeOptions
 from jax_ep.__main__ import load
 
 STEPS, EXAMPLES = 20, helpers.ROOT / "examples"
@@ -72,7 +72,8 @@ def test_experts_of_few_nodes_train() -> None:
     demo = example("node_limited")
     config = demo.Config(tokens=32, top_nodes=2)
     assert config.node_capacity(4) == 20
-    with Group(helpers.mesh_of(node=4, ep=2), demo.AXES, across_nodes=True, timeout=30) as group:
+    mesh, nodes = helpers.mesh_of(node=4, ep=2), NodeOptions(20)
+    with Group(mesh, demo.AXES, across_nodes=True, nodes=nodes, timeout=30) as group:
         history = list(demo.train(config, group, 25))
     losses = [loss for loss, _ in history]
     assert losses[-1] < 0.7 * losses[0]

@@ -50,6 +50,8 @@ def test_nothing(
     shape: Shape, options: dict[str, Any], implementation: Implementation, rng: np.random.Generator
 ) -> None:
     tokens, top_k, hidden = shape
+    options = dict(options)
+    nodes = options.pop("nodes", None)
 
     def body(*larger: jax.Array) -> Any:
         rows, ids, weights = larger[0][:tokens, :hidden], larger[1][:tokens, :top_k], larger[2][:tokens, :top_k]
@@ -61,14 +63,14 @@ def test_nothing(
 
         return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
 
-    with over(2, SIZE) if "nodes" in options else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
+    with over(2, SIZE, nodes=nodes) if nodes else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
         # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
         case = helpers.draw_case(rng, group.size, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
         program = helpers.per_rank(body, group.mesh)
         (_, actual), gradients = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
         group.check()
     case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
-    if "nodes" not in options:
+    if nodes is None:
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
     for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
         np.testing.assert_array_equal(gradient.reshape(operand.shape), np.zeros_like(operand))
@@ -100,7 +102,7 @@ def test_whether_ids_may_overflow() -> None:
     [
         ({"ep": 2}, {}),
         ({"ep": 2}, {"capacity": 4, "wire": "float8"}),
-        ({"node": 2, "ep": 2}, {"capacity": 4, "nodes": NodeOptions(chunks=2)}),
+        ({"node": 2, "ep": 2}, {"capacity": 4}),
     ],
     ids=["default", "float8", "nodes"],
 )
@@ -108,7 +110,7 @@ def test_whether_ids_may_overflow() -> None:
 def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], implementation: Implementation) -> None:
     """Forward, and differentiated; `test_nothing` has the ops."""
     mesh, here = helpers.mesh_of(**shape), tuple(shape.values())
-    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
+    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1, nodes=NodeOptions(chunks=2)) as group:
         by: dict[str, Any] = {"group": group, "implementation": implementation}
 
         def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:

@@ -111,7 +111,6 @@ MESH = AbstractMesh((SIZE,), ("ep",))  # in place of a group, as in other librar
         ("dispatch", "tokens", KEYS, "of dtype bfloat16, float16, float32, got key<fry>"),
         ("dispatch", "expert_ids", [[1]], "an array, got list"),
         ("dispatch", "weights", 1.0, "an array, got float"),
-        ("dispatch", "nodes", 3, "a jax_ep.NodeOptions or None, got int"),
         ("combine", "expert_outputs", lambda _: EIGHT, "an array, got Float8Rows"),
         ("combine", "routing", lambda _: [0], "the Routing of a dispatch, got list"),
         ("combine", "routing", lambda out: out, "the Routing of a dispatch, got Dispatched"),

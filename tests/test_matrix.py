@@ -245,7 +245,7 @@ def test_in_place(op: str, name: str, transformation: str, rng: Any, monkeypatch
 
 def opened(form: Form) -> Group:
     size = min(2, helpers.largest_size())
-    return over(2, 2) if "nodes" in form else Group(helpers.mesh_of(ep=size), "ep", timeout=30)
+    return over(2, 2, nodes=form["nodes"]) if "nodes" in form else Group(helpers.mesh_of(ep=size), "ep", timeout=30)
 
 
 def drawn(form: Form, layer: bool, size: int, batch: bool, rng: np.random.Generator) -> Operands:

@@ -17,8 +17,8 @@ EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
 AXES = ("node", "ep")
 
 
-def over(nodes: int, ranks: int, **options: Any) -> Group:
-    return Group(helpers.mesh_of(node=nodes, ep=ranks), AXES, across_nodes=True, timeout=30, **options)
+def over(node: int, ep: int, **options: Any) -> Group:
+    return Group(helpers.mesh_of(node=node, ep=ep), AXES, across_nodes=True, timeout=30, **options)
 
 
 def flat(out: Dispatched, group: Group) -> dict[str, Any]:
@@ -114,15 +114,14 @@ def test_overflow_delivers_nothing(
 ) -> None:
     """Each time, and of the way first, where tokens for a node find no room there and the others are too many rows."""
     case = uneven(rng, 8)
-    with over(2, 4) as group:
+    with over(2, 4, nodes=NodeOptions(node_capacity)) as group:
         for _ in range(2):
-            options: dict[str, Any] = {"capacity": capacity, "nodes": NodeOptions(node_capacity)}
-            out, _ = run(group, case, implementation=implementation, **options)
+            out, _ = run(group, case, implementation=implementation, capacity=capacity)
             assert np.isnan(out.rows).all()
             with pytest.raises(CapacityError, match=match):
                 group.check()
             group.check()
-        out, _ = run(group, case, implementation=implementation)
+        out, _ = run(group, case, implementation=implementation, on_overflow="drop")
         group.check()
         assert np.isfinite(out.rows).all()
 
@@ -165,9 +164,9 @@ def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
 def test_the_plan() -> None:
     """All to all while most tokens need a node; room for a quarter more than expected where few do."""
     with over(2, 2) as group:
-        assert NodeOptions.plan(group, 4096, 8, 256).capacity is None
-        with pytest.raises(ValueError, match=r"^NodeOptions.plan: num_tokens must be at least 0, got -1"):
-            NodeOptions.plan(group, -1, 8, 256)
-        few = NodeOptions.plan(group, 4096, 1, 256)
+        assert group.node_plan(4096, 8, 256).capacity is None
+        with pytest.raises(ValueError, match=r"^Group\.node_plan: num_tokens must be at least 0, got -1"):
+            group.node_plan(-1, 8, 256)
+        few = group.node_plan(4096, 1, 256)
         assert few.expected == 2048
         assert few.capacity == 2560

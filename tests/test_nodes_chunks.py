@@ -43,10 +43,10 @@ def test_there_and_back(
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     nodes, ranks, node_capacity, wire, dtype, chunks = way
     case = uneven(rng, nodes * ranks, 128 if wire else HIDDEN, dtype)
-    sent: dict[str, Any] = {"on_overflow": "drop", "nodes": NodeOptions(node_capacity, chunks), "wire": wire}
-    with over(nodes, ranks) as group:
+    with over(nodes, ranks, nodes=NodeOptions(node_capacity, chunks)) as group:
         assert (group.size, group.nodes, group.node_axes) == (nodes * ranks, nodes, ("node",))
-        found = run(group, case, implementation=implementation, capacity=CAPACITY, alignment=4, **sent)
+        sent: dict[str, Any] = {"on_overflow": "drop", "wire": wire, "capacity": CAPACITY, "alignment": 4}
+        found = run(group, case, implementation=implementation, **sent)
         group.check()
     form: dict[str, Any] = {"node_capacity": node_capacity, "fp8": wire is not None, "alignment": 4}
     assert_there_and_back(found, group, case, **form)
@@ -74,10 +74,9 @@ def test_the_bits_are_those_of_whole_tokens(
     case = uneven(rng, 4, dtype=helpers.DTYPES[0])
     operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (*case, case.tokens[:, ::-1])]
     found = []
-    with over(2, 2) as group:
-        for number in (1, chunks):
-            options: dict[str, Any] = {"capacity": CAPACITY, "on_overflow": "drop"}
-            body, spec = vjp_of(group, nodes=NodeOptions(node_capacity, number), **options), P(AXES)
+    for number in (1, chunks):
+        with over(2, 2, nodes=NodeOptions(node_capacity, number)) as group:
+            body, spec = vjp_of(group, capacity=CAPACITY, on_overflow="drop"), P(AXES)
             mapped = jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
             found.append(helpers.fetch(jax.jit(mapped)(*operands)))
             group.check()
@@ -123,15 +122,10 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
     """All write into one buffer of rows, which is nowhere copied. No exchange waits for kernels that pass on what
     another one brought, nor do kernels that sum rows up wait for an exchange.
     """
-    with over(2, 2) as group:
-        options: dict[str, Any] = {
-            "capacity": CAPACITY,
-            "on_overflow": "drop",
-            "nodes": NodeOptions(node_capacity, chunks),
-        }
+    with over(2, 2, nodes=NodeOptions(node_capacity, chunks)) as group:
 
         def sent(tokens: jax.Array, ids: jax.Array) -> Any:
-            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, **options)
+            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, capacity=CAPACITY, on_overflow="drop")
 
         def summed(rows: jax.Array, routing: Any) -> jax.Array:
             return combine(rows, routing, group=group)

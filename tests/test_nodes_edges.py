@@ -26,12 +26,8 @@ from jax_ep.runtime.progress import Progress
 def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: np.random.Generator) -> None:
     """What is counted stays int32, so that combine takes the routing."""
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    options: dict[str, Any] = {
-        "nodes": NodeOptions(node_capacity),
-        "on_overflow": "drop",
-        "implementation": implementation,
-    }
-    with over(2, 2) as group:
+    options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
+    with over(2, 2, nodes=NodeOptions(node_capacity)) as group:
         plain = run(group, case, **options)
         with jax.enable_x64(True):
             wide = run(group, case, **options)
@@ -85,9 +81,9 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    with over(2, 2) as group:
+    with over(2, 2, nodes=NodeOptions(3)) as group:
         operands = helpers.on_mesh(group.mesh, case)
-        options: dict[str, Any] = {"nodes": NodeOptions(3), "on_overflow": "drop", "implementation": implementation}
+        options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
 
         def body(wrong: int, *operands: jax.Array) -> jax.Array:
             tokens, ids, weights = operands
@@ -158,11 +154,7 @@ def test_wrong_arguments() -> None:
     capacities = [("capacity", 0, ValueError), ("capacity", "all", ValueError), ("capacity", 2.5, TypeError)]
     chunks = [*(("chunks", x, ValueError) for x in (0, -2)), *(("chunks", x, TypeError) for x in (2.5, "auto", True))]
     for name, wrong, error in capacities + chunks:
-        with over(2, 2) as group:
-
-            def body(tokens: jax.Array, ids: jax.Array, group: Group = group, **options: Any) -> Any:
-                return dispatch(tokens, ids, group=group, num_experts=EXPERTS, nodes=NodeOptions(**options))
-
-            shapes = jnp.zeros((2, 2, 3, 8)), jnp.zeros((2, 2, 3, 1), jnp.int32)
-            with pytest.raises(error, match=rf"^dispatch: nodes\.{name} must be"):
-                jax.eval_shape(helpers.per_rank(functools.partial(body, **{name: wrong}), mesh), *shapes)
+        with pytest.raises(error, match=rf"^Group: nodes\.{name} must be"):
+            over(2, 2, nodes=NodeOptions(**{name: wrong}))
+    with pytest.raises(TypeError, match=r"^Group: nodes must be a jax_ep\.NodeOptions or None, got int"):
+        over(2, 2, nodes=3)

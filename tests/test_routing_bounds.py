@@ -145,8 +145,8 @@ def test_anything_in_the_leaves(
 def test_leaf_refused_by_name(
     nodes: int, leaf: str, change: Any, error: type[Exception], message: str, rng: np.random.Generator
 ) -> None:
-    options: dict[str, Any] = {"nodes": NodeOptions(3), "on_overflow": "drop"} if nodes > 1 else {}
-    with over(nodes, SIZE) if nodes > 1 else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
+    options: dict[str, Any] = {"on_overflow": "drop"} if nodes > 1 else {}
+    with over(nodes, SIZE, nodes=NodeOptions(3)) if nodes > 1 else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
 
         def body(tokens: jax.Array, ids: jax.Array) -> jax.Array:
             out = dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="xla", **options)

@@ -11,9 +11,9 @@ import pytest
 from test_benchmarks import benchmark, rows_of
 from test_nodes import over
 
-from jax_ep import Group, SparseRows, sparse_all_reduce
+from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
 from jax_ep.__main__ import main
-from jax_ep.ops.moe.node_options import NodePlan, plan_of as plan
+from jax_ep.node_options import NodePlan, plan_of as plan
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
 
@@ -51,8 +51,8 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
 ) -> None:
     exchange = exchange_of(nodes, ranks, **options)
     capacity = 2 * exchange.shape.tokens * exchange.shape.top_k
-    with over(nodes, ranks) as group:
-        way = benchmark("nodes").Way(exchange, capacity, group, implementation, chunks)
+    with over(nodes, ranks, nodes=NodeOptions(exchange.node_capacity, chunks)) as group:
+        way = benchmark("nodes").Way(exchange, capacity, group, implementation)
         ids, weights, *_, tokens = given = operands(exchange, group)
         state = jax.eval_shape(benchmark("nodes").on_ranks(way.dispatch, group.mesh), ids, weights, tokens)
         counted = benchmark("nodes").count_bytes(way, given, state)
@@ -69,7 +69,7 @@ def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int 
     exchange = exchange_of(nodes, ranks, tokens=512, top_nodes=top_nodes)
     bench = benchmark("nodes")
     with over(nodes, ranks) as group:
-        way = bench.Way(exchange, 4096, group, "kernels", 1)
+        way = bench.Way(exchange, 4096, group, "kernels")
         ids, weights, *_, tokens = operands(exchange, group)
         wanted = bench.tokens_for_nodes(np.asarray(ids), exchange.shape.experts, nodes, ranks)
         assert bench.rows_for_others(wanted) == pytest.approx(exchange.rows_needed, rel=0.05)

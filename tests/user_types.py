@@ -12,7 +12,8 @@ from jax_ep import embedding, float8, lax
 
 
 def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: list[jax.Array]) -> jax.Array:
-    with jax_ep.Group(mesh, "ep", timeout=60) as group:
+    nodes = jax_ep.NodeOptions(capacity="auto")
+    with jax_ep.Group(mesh, ("node", "ep"), nodes=nodes, timeout=60) as group:
         gate, up, down = matrices
         out, stats = jax_ep.moe_mlp(
             tokens, ids, weights, jax_ep.Experts(gate=gate, up=up, down=down), group=group, capacity_factor=2
@@ -21,7 +22,7 @@ def layer(mesh: Mesh, tokens: jax.Array, ids: jax.Array, weights: jax.Array, mat
 
 
 def by_hand(group: jax_ep.Group, tokens: jax.Array, ids: jax.Array, matrix: jax.Array) -> jax.Array:
-    out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8, nodes=jax_ep.NodeOptions(capacity="auto"))
+    out = jax_ep.dispatch(tokens, ids, group=group, num_experts=8)
     counts: jax.Array = out.routing.counts
     group.check()
     product = lax.ragged_dot(out.rows, matrix, out.group_sizes)

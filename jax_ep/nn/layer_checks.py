@@ -136,21 +136,16 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
     return True
 
 
-def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: Group, **excluded: Any) -> None:
-    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`.
-
-    Args:
-      excluded: arguments that must be None if `shared_tokens` is true.
-    """
+def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: Group, wire: Any) -> None:
+    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`."""
     checks.check_bool(op, "shared_tokens", shared_tokens)
     if not shared_tokens:
         if same_on_all_ranks(group, tokens):
             what = "computes all of them: pass shared_tokens=True"
             note_same_tokens(logging.WARNING, op, group.size, what)
         return
-    for name, value in excluded.items():
-        if value is not None:
-            raise ValueError(f"{op}: {name} must be None where shared_tokens is true, got {value!r}")
+    if wire is not None:
+        raise ValueError(f"{op}: wire must be None where shared_tokens is true, got {wire!r}")
     if group.size > 1 and vary.tracks_varying(group.axis_name) and vary.varies(tokens, group.axis_name):
         raise ValueError(
             f"{op}: tokens must be the same on all ranks where shared_tokens is true, got tokens that differ by rank: "

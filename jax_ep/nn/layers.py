@@ -11,7 +11,6 @@ from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.ops.moe.arguments import validated
 from jax_ep.ops.moe.experts import ExpertsCall, Operands, ProductFunction, experts_of_tokens
-from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts, product_biases, unit_of, with_bias
@@ -29,7 +28,6 @@ def moe_mlp(
     wire: Literal["float8"] | None = None,
     precision: Literal["float8"] | None = None,
     on_overflow: OnOverflow = "raise",
-    nodes: NodeOptions | None = None,
     shared_experts: Experts | None = None,
     weigh_inputs: bool = False,
     product: ProductFunction | None = None,
@@ -50,7 +48,7 @@ def moe_mlp(
       weights: [T, K] floats, or None for 1.
       experts: `Experts`: matrices, biases and the activation.
       group: the open group of the ranks.
-      capacity, capacity_factor, wire, on_overflow, nodes: as for `jax_ep.dispatch`, but without wire="float8_rows".
+      capacity, capacity_factor, wire, on_overflow: as for `jax_ep.dispatch`, but without wire="float8_rows".
       precision: None or "float8"; see the table. "float8" quantizes the operands of the products of routed rows in the
         forward pass (`jax_ep.float8`), and needs H and F to be multiples of 128. Products of the backward pass are in
         the dtype of `tokens`.
@@ -62,7 +60,7 @@ def moe_mlp(
         counts the rank's experts. Rows after the last group are zero, and their products are ignored.
       shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
         `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
-        are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire` and `nodes`.
+        are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire`.
         In the statistics `dropped` counts assignments to this rank's experts; `invalid` is counted on rank 0.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
@@ -90,7 +88,7 @@ def moe_mlp(
         shared_experts = layer_checks.checked_shared(op, tokens, shared_experts)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
-    layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire=wire, nodes=nodes)
+    layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire)
     unit = unit_of(op, experts)
     dispatch_call, operands = validated(
         op,
@@ -104,7 +102,6 @@ def moe_mlp(
         alignment=1,
         wire="float8" if in_float8 else wire,
         on_overflow=on_overflow,
-        nodes=nodes,
         implementation=implementation,
         shared_tokens=shared_tokens,
     )

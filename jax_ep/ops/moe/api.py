@@ -18,7 +18,6 @@ from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
-from jax_ep.ops.moe.node_options import NodeOptions
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
 from jax_ep.ops.moe.path import path_of, unexpanded
 from jax_ep.ops.moe.routing import dispatch_in_place
@@ -37,7 +36,6 @@ class Options(TypedDict, total=False):
     capacity_factor: float | None
     alignment: int
     on_overflow: OnOverflow
-    nodes: NodeOptions | None
     implementation: Implementation
 
 
@@ -94,7 +92,6 @@ def dispatch(
     wire: Wire | None = None,
     expand: bool = True,
     on_overflow: OnOverflow = "raise",
-    nodes: NodeOptions | None = None,
     implementation: Implementation = "auto",
 ) -> Dispatched[Any] | Unexpanded[Any]:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
@@ -128,7 +125,6 @@ def dispatch(
         delivered. "drop": the rank divides its rows among its experts by max-min fairness, in steps of `alignment`,
         and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
         `routing.dropped` counts the assignments without a row.
-      nodes: `NodeOptions`: how tokens travel between nodes.
       implementation: "kernels", "xla" (jax.lax alone), or "auto": "kernels", or "xla" if kernels would have to
         exchange between CPU processes. With "xla", an overflow fills `rows` with NaN, and `group.check()` or the next
         op raises it.
@@ -158,7 +154,6 @@ def dispatch(
         alignment=alignment,
         wire=wire,
         on_overflow=on_overflow,
-        nodes=nodes,
         implementation=implementation,
     )
     if same_on_all_ranks(group, tokens, expert_ids):

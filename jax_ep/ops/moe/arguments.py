@@ -12,7 +12,6 @@ import numpy as np
 from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group
-from jax_ep.ops.moe.node_options import NodeOptions, plan_of
 from jax_ep.ops.moe.types import (
     Chunks,
     DispatchCall,
@@ -39,7 +38,6 @@ def validated(
     alignment: int,
     wire: Wire | None,
     on_overflow: OnOverflow,
-    nodes: NodeOptions | None,
     implementation: Implementation,
     shared_tokens: bool = False,
 ) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -80,8 +78,7 @@ def validated(
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: tokens must have a multiple of {float8.BLOCK} columns for wire={wire!r}, got {hidden}")
-    nodes = NodeOptions() if nodes is None else nodes
-    node_capacity = _node_capacity(op, nodes, group, num_experts, expert_ids)
+    node_capacity = None if shared_tokens else _node_capacity(group, expert_ids, num_experts)
     by_kernels = runs_kernels(op, group, implementation, num_tokens)
     config = DispatchConfig(
         size=group.size,
@@ -91,7 +88,7 @@ def validated(
         wire=wire,
         drop=on_overflow == "drop",
     )
-    chunks = Chunks(group.nodes, int(nodes.chunks) if by_kernels else 1)
+    chunks = Chunks(group.nodes, int(group.node_options.chunks) if by_kernels else 1)
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     operands: Any = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
     return DispatchCall(group, config, node_capacity, chunks, by_kernels), operands
@@ -160,19 +157,10 @@ def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
     )  # fmt: skip
 
 
-def _node_capacity(op: str, nodes: Any, group: Group, num_experts: int, expert_ids: jax.Array) -> int | None:
+def _node_capacity(group: Group, expert_ids: jax.Array, num_experts: int) -> int | None:
     """The tokens that a rank can send to each node; None if every node gets all."""
-    if not isinstance(nodes, NodeOptions):
-        raise TypeError(f"{op}: nodes must be a jax_ep.NodeOptions or None, got {checks.describe(nodes)}")
-    checks.check_int(op, "nodes.chunks", nodes.chunks)
-    if nodes.capacity is None:
-        return None
-    if isinstance(nodes.capacity, str):
-        if nodes.capacity != "auto":
-            raise ValueError(f"{op}: nodes.capacity must be an int, 'auto' or None, got {nodes.capacity!r}")
-        return plan_of(group.nodes, expert_ids.shape[0], expert_ids.shape[1], num_experts).capacity
-    checks.check_int(op, "nodes.capacity", nodes.capacity)
-    return nodes.capacity
+    capacity = group.node_options.capacity
+    return group.node_plan(*expert_ids.shape, num_experts).capacity if capacity == "auto" else capacity
 
 
 def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:

@@ -136,8 +136,8 @@ def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most:
 
 def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) -> CapacityError:
     return CapacityError(
-        f"{op}: rank {rank} has {needed} tokens for a node but nodes.capacity is {node_capacity}; pass a "
-        'larger NodeOptions(capacity=...), or None, or on_overflow="drop"'
+        f"{op}: rank {rank} has {needed} tokens for a node but nodes.capacity is {node_capacity}; open the "
+        'group with a larger NodeOptions(capacity=...), or None, or pass on_overflow="drop"'
     )
 
 

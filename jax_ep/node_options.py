@@ -2,10 +2,9 @@
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax_ep._kit import checks
-from jax_ep.group import Group
 
 MOSTLY = 0.9  # a node that needs this fraction of the tokens is sent all
 SLACK = 1.25  # room for a router that is not quite even
@@ -25,12 +24,12 @@ class NodePlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """How tokens travel between the nodes of a group; a group of one node ignores it.
+    """How the tokens of a mixture of experts travel between the nodes of a group: `jax_ep.Group(..., nodes=)`.
 
     Attributes:
       capacity: the most tokens that a rank sends to each node; `on_overflow` says what happens to more. None: all
         tokens go to all nodes, which is best for few tokens. "auto": None, or room for 5/4 of the tokens that an even
-        router has for a node (`NodeOptions.plan`).
+        router has for a node (`Group.node_plan`).
       chunks: into how many chunks tokens are cut: one chunk travels inside the nodes while the next travels between
         them. The `combine` of the dispatch, and the gradients of both, use as many. Results have the same bits with any
         number. "xla" ignores it.
@@ -39,13 +38,20 @@ class NodeOptions:
     capacity: int | Literal["auto"] | None = None
     chunks: int = 1
 
-    @staticmethod
-    def plan(group: Group, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
-        """What capacity="auto" stands for: T tokens of a rank, each with `top_k` experts of `num_experts`."""
-        for name, number in (("num_tokens", num_tokens), ("top_k", top_k)):
-            checks.check_int("NodeOptions.plan", name, number, least=0)
-        checks.check_int("NodeOptions.plan", "num_experts", num_experts)
-        return plan_of(group.nodes, num_tokens, top_k, num_experts)
+
+def checked(nodes: Any) -> NodeOptions:
+    """The argument `nodes` of a group; None stands for the defaults."""
+    if nodes is None:
+        return NodeOptions()
+    if not isinstance(nodes, NodeOptions):
+        raise TypeError(f"Group: nodes must be a jax_ep.NodeOptions or None, got {checks.describe(nodes)}")
+    checks.check_int("Group", "nodes.chunks", nodes.chunks)
+    if isinstance(nodes.capacity, str):
+        if nodes.capacity != "auto":
+            raise ValueError(f"Group: nodes.capacity must be an int, 'auto' or None, got {nodes.capacity!r}")
+    elif nodes.capacity is not None:
+        checks.check_int("Group", "nodes.capacity", nodes.capacity)
+    return nodes
 
 
 def plan_of(nodes: int, num_tokens: int, top_k: int, num_experts: int) -> NodePlan:
