@@ -14,6 +14,7 @@ import oracle
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jax_ep import PlatformError
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot, ragged_dot_general
 from jax_ep.ops.matmul import api as matmul
@@ -231,6 +232,8 @@ def test_bad_operands_are_refused() -> None:
         ragged_dot(lhs, rhs, sizes, group_offset=jnp.zeros(1, jnp.int32))
     with pytest.raises(ValueError, match=r"implementation='pallas' needs lhs and rhs of one dtype.*got int32"):
         ragged_dot(lhs.astype(int), rhs.astype(int), sizes, implementation="pallas")
+    with pytest.raises(ValueError if gemm.has_gemm() else PlatformError, match="implementation='kernels' needs"):
+        ragged_dot(lhs.astype(jnp.float32), rhs.astype(jnp.float32), sizes, implementation="kernels")
     refused: list[tuple[str, Any, str]] = [
         ("implementation", "ffi", "implementation must be one of 'auto', 'kernels', 'pallas', 'xla'; got 'ffi'"),
         ("lhs_indices", jnp.zeros((4, 1), jnp.int32), r"lhs_indices must have shape \[M\], got \(4, 1\)"),

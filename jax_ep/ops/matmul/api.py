@@ -9,25 +9,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks, gemm, vary
+from jax_ep._kit import checks, ffi, gemm, vary
 from jax_ep._kit.batches import batched_alike, by_platform
+from jax_ep._kit.checks import Implementation
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
+from jax_ep.errors import PlatformError
 from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows, gathered_rows, matrix_and_indices, sum_rows
-
-ProductImplementation = Literal["auto", "pallas", "xla"]
 
 
 class ProductSettings(NamedTuple):
     """Who computes a product, and how precisely if the operands are float32."""
 
-    implementation: ProductImplementation = "auto"
+    implementation: Implementation = "auto"
     precision: Any = None
 
 
 AUTO = ProductSettings()
+_NEEDS = {
+    "kernels": f"bfloat16 or float16, with K and N multiples of {gemm.CORE_MULTIPLE}",
+    "pallas": "bfloat16, float16 or float32, of fewer than 2**31 values each",
+}
 
 # What is multiplied: rows and the matrix of their group, or the transposed matrix; or, over the rows of each group, two
 # matrices of rows.
@@ -52,7 +56,7 @@ def ragged_dot(
     out_sharding: Any = None,
     *,
     lhs_indices: jax.Array | None = None,
-    implementation: ProductImplementation = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, on GPUs by kernels of ours.
 
@@ -75,18 +79,25 @@ def ragged_dot(
       lhs_indices: [M] integers: the rows of `lhs`, each any number of times. -1 is a row of zeros, any other index out
         of bounds a row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and
         rounded once.
-      implementation: "auto" as above; "pallas", which a CPU interprets, slowly; or "xla": `jax.lax.ragged_dot`.
+      implementation: "auto" as above; "kernels": the CUDA kernels; "pallas", which a CPU interprets, slowly; or "xla":
+        `jax.lax.ragged_dot`.
 
     Returns:
       [M, N].
 
     Raises:
       TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8 or a
-        qwix.QArray, or `lhs_indices` are no integers [M].
+        qwix.QArray, `lhs_indices` are no integers [M], or the implementation asked for cannot serve the call.
+      PlatformError: "kernels" was asked for, and there are none here.
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
     _check_plain_arrays("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
-    checks.check_one_of("ragged_dot", "implementation", implementation, ProductImplementation)
+    checks.check_one_of("ragged_dot", "implementation", implementation, Implementation)
+    if implementation == "kernels" and not gemm.has_gemm():
+        raise PlatformError(
+            "ragged_dot: implementation='kernels' needs Hopper GPUs and jax_ep's library for CUDA, got "
+            f"{jax.default_backend()!r} with the libraries {ffi.built_platforms()}"
+        )
     options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
     if out_sharding is not None:
         options["out_sharding"] = out_sharding
@@ -96,6 +107,8 @@ def ragged_dot(
         rows = gathered_rows("ragged_dot", rows, lhs_indices)
     by_xla = partial(_by_xla, **options)
     if out_sharding is not None:
+        if implementation in ("kernels", "pallas"):
+            raise ValueError(f"ragged_dot: out_sharding must be None with implementation={implementation!r}")
         return by_xla(rows, rhs, group_sizes)
     settings = ProductSettings(implementation, precision)
     if not (gemm.has_gemm() or _platforms(settings)):
@@ -103,10 +116,10 @@ def ragged_dot(
     rows, rhs, group_sizes = operands = vary.vary_alike(None, rows, rhs, group_sizes)
     result = jax.eval_shape(by_xla, *operands)  # with all its checks
     if _choose(settings, result.dtype, *operands) == "xla":
-        if implementation == "pallas" and all(rows.shape + rhs.shape):
+        if implementation in _NEEDS and all(rows.shape + rhs.shape):
             raise ValueError(
-                "ragged_dot: implementation='pallas' needs lhs and rhs of one dtype, bfloat16, float16 or float32, of "
-                "fewer than 2**31 values each, and a precision that is no algorithm, "
+                f"ragged_dot: implementation={implementation!r} needs lhs and rhs of one dtype, "
+                f"{_NEEDS[implementation]}, and a precision that is no algorithm, "
                 f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
             )
         return by_xla(*operands)
@@ -319,7 +332,7 @@ def _choose(
     ):
         return "xla"
     if (
-        settings.implementation == "auto"
+        settings.implementation in ("auto", "kernels")
         and gemm.has_gemm()
         and np.dtype(left.dtype) in gemm.CORE_DTYPES
         and all(size % gemm.CORE_MULTIPLE == 0 for size in (*left.shape[1:], *right.shape[1:]))

@@ -27,13 +27,7 @@ def ffi_dispatch(
         num_tokens=tokens.shape[0],
         top_k=expert_ids.shape[1],
         hidden=tokens.shape[1],
-        num_experts=config.num_experts,
-        capacity=config.capacity,
-        alignment=config.alignment,
-        wire=config.wire or "plain",
-        drop=config.drop,
-        expand=config.expand,
-        zero_unused=config.zero_unused,
+        **config.settings(),
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
     leaves: dict[str, Any] = {leaf.name: called.get(leaf.name) for leaf in dataclasses.fields(Routing)}

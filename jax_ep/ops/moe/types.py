@@ -44,6 +44,12 @@ class DispatchConfig:
     def local_experts(self) -> int:
         return self.num_experts // self.size
 
+    def settings(self) -> dict[str, Any]:
+        """The settings of the FFI call that its operands do not give. `ffi.call` compares the names with the spec's."""
+        values = dataclasses.asdict(self) | {"wire": self.wire or "plain"}
+        del values["size"]  # the library knows its ranks
+        return values
+
     def check(self, op: str, name: str, *, empty: bool) -> None:
         """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
 
