@@ -188,8 +188,9 @@ def _call(
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """Where each group ends, within the rows."""
-    return jnp.minimum(jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0)), rows)
+    """int32: where each group ends, within the rows, whatever the sizes are."""
+    sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)  # their sum has more than 31 bits
+    return jnp.minimum(jnp.cumsum(sizes), rows).astype(jnp.int32)
 
 
 def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -28,6 +28,14 @@ H200 = AbstractMesh((4,), ("ep",), axis_types=(AxisType.Auto,), abstract_device=
 SIZES = (13, 0, 50, 20)
 
 
+def test_sizes_beyond_the_rows(rng: np.random.Generator) -> None:
+    """Groups end with the rows, also where sizes add up to more than an int32."""
+    lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 16), (3, 16, 16)))
+    sizes = jnp.array([30, 2**31 - 1, 2**31 - 1], jnp.int32)
+    (found,) = grouped_matmul(jnp.asarray(lhs), (jnp.asarray(rhs),), sizes, precision="highest", interpret=INTERPRET)
+    np.testing.assert_allclose(found, oracle.ragged_dot(lhs, rhs, (30, 10, 0)), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
