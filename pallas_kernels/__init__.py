@@ -11,4 +11,4 @@ from jax_ep.pallas_kernels.quantize import (
     nearest_quotient as nearest_quotient,
     quantize_matrices as quantize_matrices,
 )
-from jax_ep.pallas_kernels.sums import SumTiling as SumTiling, sum_segments as sum_segments
+from jax_ep.pallas_kernels.sums import Cut as Cut, SumTiling as SumTiling, sum_segments as sum_segments

@@ -20,28 +20,41 @@ from jax.experimental.pallas import triton
 from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 PART = 32  # entries
+MOST_ENTRIES = 2**31 - 2 * PART  # the end of a part that begins behind them is an int32
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 _FAN_OUT = 32  # of a search
 
 
-class SumTiling(NamedTuple):
-    """How sums are cut. A program adds up parts of `segments` segments, in `columns` columns.
+class Cut(NamedTuple):
+    """The tile of a program: `rows` sums at once, in `columns` columns.
 
-    `ahead`: entries of a part, or parts of a long segment, that are loaded before they are added.
+    `ahead`: so many terms of each sum are loaded before they are added.
     """
 
-    segments: int
+    rows: int
     columns: int
-    ahead: int = 4
-    warps: int = 4
-    long_columns: int = 64  # of the programs that add up the parts of a long segment
-    long_ahead: int = 32
+    ahead: int
+    warps: int = 1
 
 
-def sum_tiling(columns: int) -> SumTiling:
-    """Tiles of about 1,024 values."""
-    wide = min(1024, _power_of_two(columns))
-    return SumTiling(max(1, min(64, 1024 // wide)), wide, long_columns=min(64, wide))
+class SumTiling(NamedTuple):
+    """How the three kernels are cut. A row of the last is a window of 32 entries, in which a long segment may begin."""
+
+    first: Cut
+    further: Cut
+    long: Cut
+
+
+def sum_tiling(columns: int, dtype: Any) -> SumTiling:
+    """Tiles of 4 KiB of first parts and of 256 values of further parts; long segments need many loads ahead."""
+    wide = _power_of_two(columns)
+    first = min(1024 if np.dtype(dtype).itemsize == 4 else 2048, wide)
+    further, long = min(256, wide), min(64, wide)
+    return SumTiling(
+        Cut(max(1, min(64, 1024 // first)), first, 2 if np.dtype(dtype).itemsize == 4 else 8, 4),
+        Cut(max(1, min(64, 256 // further)), further, 8),
+        Cut(8, long, 64),
+    )
 
 
 def _power_of_two(size: int) -> int:
@@ -94,17 +107,17 @@ def sum_segments(
             _check(name, x, layout, (kind,))
             if x.shape != (size,):
                 raise ValueError(f"sum_segments: {name} must have shape {layout} = ({size},), got {x.shape}")
-    if max(values.shape[0], entries) >= 2**31 or segments >= 2**30:
+    if max(values.shape[0], entries) >= MOST_ENTRIES or segments >= 2**30:
         raise ValueError(
-            "sum_segments: values must have fewer than 2**31 rows and entries, and starts fewer than 2**30 segments, "
-            f"got {values.shape[0]}, {entries} and {segments}"
+            "sum_segments: values must have fewer than 2**31 - 64 rows and entries, and starts fewer than 2**30 "
+            f"segments, got {values.shape[0]}, {entries} and {segments}"
         )
     dtype = np.dtype(values.dtype if dtype is None else dtype)
     given = {name: x for name, x in (("order", order), ("weights", weights), ("scale", scale)) if x is not None}
     operands = vary_alike(values, starts, *given.values())
     if not (entries and segments and values.size):
         return jnp.zeros_like(operands[0], dtype, shape=(segments, values.shape[1]))
-    tiling = tiling or sum_tiling(values.shape[1])
+    tiling = tiling or sum_tiling(values.shape[1], values.dtype)
     return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
 
 
@@ -131,24 +144,23 @@ def _sum(
     width, segments = values.shape[1], starts.shape[0] - 1
     windows = pl.cdiv(entries, PART)  # of the entries. In each at most one further part and one long segment begin
     given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
-    wide, narrow = pl.cdiv(width, tiling.columns), pl.cdiv(width, tiling.long_columns)
 
-    def call(body: Any, rows: int, columns: int, results: list[Any], warps: int, **more: Any) -> list[jax.Array]:
-        """`more`: operands, of which `sums` is written in place."""
+    def call(body: Any, cut: Cut, rows: int, results: list[Any], **more: Any) -> list[jax.Array]:
+        """`rows` sums, of which a program has `cut.rows`. `more`: operands, of which `sums` is written in place."""
         operands = given | more
 
         def named(*refs: Any) -> None:
-            body(dict(zip(operands, refs, strict=False)), *refs[len(operands) :], entries=entries, tiling=tiling)
+            body(dict(zip(operands, refs, strict=False)), *refs[len(operands) :], entries=entries, cut=cut)
 
         anywhere = pl.BlockSpec(memory_space=pl.ANY)
         return pl.pallas_call(
             named,
             out_shape=tuple(results),
-            grid=(columns, rows),
+            grid=(pl.cdiv(width, cut.columns), pl.cdiv(rows, cut.rows)),
             in_specs=[anywhere] * len(operands),
             out_specs=tuple([anywhere] * len(results)),
             input_output_aliases={list(operands).index("sums"): 0} if "sums" in operands else {},
-            compiler_params=triton.CompilerParams(num_warps=warps),
+            compiler_params=triton.CompilerParams(num_warps=cut.warps),
             interpret=interpret,
             name=body.__name__.strip("_"),
         )(*operands.values())
@@ -157,22 +169,22 @@ def _sum(
     parts = result_type((windows, width), np.float32, values)
     owners = result_type((windows,), np.int32, values)
     if entries <= PART:
-        return call(_sum_first_parts, pl.cdiv(segments, tiling.segments), wide, [sums], tiling.warps)[0]
-    short, firsts = call(_sum_first_parts, pl.cdiv(segments, tiling.segments), wide, [sums, parts], tiling.warps)
-    further, owner = call(_sum_further_parts, pl.cdiv(windows, tiling.segments), wide, [parts, owners], tiling.warps)
+        return call(_sum_first_parts, tiling.first, segments, [sums])[0]
+    short, firsts = call(_sum_first_parts, tiling.first, segments, [sums, parts])
+    further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
     in_place = {"firsts": firsts, "further": further, "owner": owner, "sums": short}
-    return call(_sum_long_segments, windows, narrow, [sums], 1, **in_place)[0]
+    return call(_sum_long_segments, tiling.long, windows, [sums], **in_place)[0]
 
 
-def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entries: int, tiling: SumTiling) -> None:
+def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entries: int, cut: Cut) -> None:
     """Sums of short segments, and of the first parts of long ones, by the window in which they begin."""
-    segment = pl.program_id(1) * tiling.segments + jnp.arange(tiling.segments, dtype=jnp.int32)
-    column = _columns(tiling.columns)
+    segment = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
+    column = _columns(cut.columns)
     inside = segment < out.shape[0]
     segment = jnp.where(inside, segment, 0)
     begin, end = _bounds(refs["starts"], segment, entries)
     size = jnp.where(inside, end - begin, 0)
-    total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, tiling.ahead)
+    total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, cut.ahead)
     if firsts is not None:
         _store(firsts, size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
     if "scale" in refs:
@@ -180,11 +192,11 @@ def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entr
     _store(out, inside & (size <= PART), segment, column, total)
 
 
-def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, tiling: SumTiling) -> None:
+def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, cut: Cut) -> None:
     """The sum of the further part that begins in a window, and the long segment that has the window's first entry."""
     windows, segments = further.shape[0], refs["starts"].shape[0] - 1
-    window = pl.program_id(1) * tiling.segments + jnp.arange(tiling.segments, dtype=jnp.int32)
-    column = _columns(tiling.columns)
+    window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
+    column = _columns(cut.columns)
     first = jnp.minimum(window, windows - 1) * PART
     segment = _segment_of(refs["starts"], first)
     found = (window < windows) & (segment >= 0) & (segment < segments)
@@ -194,33 +206,44 @@ def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entrie
     part = begin + _parts(first - begin) * PART
     found &= (part > begin) & (part < end)
     size = jnp.where(found, jnp.minimum(end - part, PART), 0)
-    _store(further, found, window, column, _sum_parts(refs, part, size, column, tiling.ahead))
+    _store(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
 
 
-def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, tiling: SumTiling) -> None:
-    """The sum of the long segment whose entries begin a window here for the first time."""
-    window, width, further = pl.program_id(1), out.shape[1], refs["further"]
-    column = _columns(tiling.long_columns)
-    segment = refs["owner"][window]
-    begin, end = _bounds(refs["starts"], jnp.maximum(segment, 0), entries)
-    found = (segment >= 0) & (window == _parts(begin))
-    first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)
+def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
+    """The sum of each long segment whose entries begin a window here for the first time, one after the other."""
+    (windows,), width, further = refs["owner"].shape, out.shape[1], refs["further"]
+    lane = jnp.arange(cut.rows, dtype=jnp.int32)
+    window = pl.program_id(1) * cut.rows + lane
+    inside = window < windows
+    segments = triton.load(refs["owner"].at[jnp.where(inside, window, 0)], mask=inside, other=-1)
+    begins, ends = _bounds(refs["starts"], jnp.maximum(segments, 0), entries)
+    found = (segments >= 0) & (window == _parts(begins))
+    column = _columns(cut.columns)
 
-    def load(ref: Any, part: Any) -> jax.Array:
-        valid = found & (part < parts)
-        return triton.load(ref.at[jnp.where(valid, first + part, 0), column], mask=valid & (column < width), other=0.0)
+    def add_up(i: Any, nothing: None) -> None:
+        """The segment of window i of the program."""
+        segment, begin, end = (
+            jnp.sum(jnp.where(found & (lane == i), x, 0), dtype=jnp.int32) for x in (segments, begins, ends)
+        )
+        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts if none is found
 
-    def add(i: Any, total: jax.Array) -> jax.Array:
-        loaded = [load(further, 1 + i * tiling.long_ahead + j) for j in range(tiling.long_ahead)]
-        for each in loaded:
-            total += each
-        return total
+        def load(ref: Any, part: Any) -> jax.Array:
+            valid = part < parts
+            at = ref.at[jnp.where(valid, first + part, 0), column]
+            return triton.load(at, mask=valid & (column < width), other=0.0)
 
-    steps = jnp.where(found, _parts(parts - 1, tiling.long_ahead), 0)
-    total = jax.lax.fori_loop(0, steps, add, load(refs["firsts"], 0))
-    if "scale" in refs:
-        total *= refs["scale"][jnp.maximum(segment, 0)].astype(jnp.float32)
-    triton.store(out.at[jnp.maximum(segment, 0), column], total.astype(out.dtype), mask=found & (column < width))
+        def add(step: Any, total: jax.Array) -> jax.Array:
+            loaded = [load(further, 1 + step * cut.ahead + j) for j in range(cut.ahead)]
+            for each in loaded:
+                total += each
+            return total
+
+        total = jax.lax.fori_loop(0, _parts(jnp.maximum(parts - 1, 0), cut.ahead), add, load(refs["firsts"], 0))
+        if "scale" in refs:
+            total *= refs["scale"][segment].astype(jnp.float32)
+        triton.store(out.at[segment, column], total.astype(out.dtype), mask=(parts > 0) & (column < width))
+
+    jax.lax.fori_loop(0, jnp.max(jnp.where(found, lane + 1, 0)), add_up, None)
 
 
 def _parts(entries: jax.Array, size: int = PART) -> jax.Array:
@@ -240,9 +263,8 @@ def _bounds(starts: Any, segment: jax.Array, entries: int) -> tuple[jax.Array, j
 
 def _store(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
     rows, width = ref.shape
-    at = ref.at[
-        jnp.where(mask, row, rows)[:, None], column[None, :]
-    ]  # in interpret mode, what is masked is written back
+    row = jnp.where(mask, row, rows)  # what is masked is written back in interpret mode
+    at = ref.at[row[:, None], column[None, :]]
     triton.store(at, values.astype(ref.dtype), mask=mask[:, None] & (column < width)[None, :])
 
 
@@ -285,11 +307,10 @@ def _sum_parts(refs: dict[str, Any], begin: jax.Array, size: jax.Array, column: 
         return loaded
 
     def add(i: Any, total: jax.Array) -> jax.Array:
-        loaded = [load(1 + i * ahead + j) for j in range(ahead)]
+        loaded = [load(i * ahead + j) for j in range(ahead)]
         for each in loaded:
             total += each
         return total
 
-    first = load(0)
-    first = jnp.where(first == 0, 0.0, first)  # as 0 + first, in which XLA's CPU compiler would keep a -0
-    return jax.lax.fori_loop(0, _parts(jnp.max(size) - 1, ahead), add, first)
+    zeros = jnp.zeros((begin.shape[0], column.shape[0]), jnp.float32)
+    return jax.lax.fori_loop(0, _parts(jnp.max(size), ahead), add, zeros)

@@ -16,7 +16,7 @@ from jax_ep import SparseRows, coalesce, embedding
 from jax_ep._kit import gemm
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.lax import ragged_dot
-from jax_ep.pallas_kernels import SumTiling, sum_segments
+from jax_ep.pallas_kernels import Cut, SumTiling, sum_segments
 
 PART = 32
 LENGTHS = (5, 0, 70, 33, 32, 31, 1, 100, 0, 64)
@@ -63,7 +63,7 @@ def test_sums_of_segments(lengths: tuple[int, ...], columns: int, dtype: Any, rn
     values[3, -1], values[7, -1] = np.inf, np.nan
     order = rng.integers(-1, entries + 1, entries)
     scale = rng.standard_normal(len(lengths)).astype(np.float32)
-    tiling = SumTiling(4, 64, long_ahead=2)
+    tiling = SumTiling(Cut(4, 64, 3), Cut(2, 64, 4), Cut(4, 64, 2))
     sums = jax.jit(partial(sum_segments, tiling=tiling, interpret=INTERPRET))
     ranges = list(itertools.pairwise(starts))
     padded = np.concatenate([values, np.zeros((1, columns), dtype)])
