@@ -11,4 +11,5 @@ from jax_ep.pallas_kernels.quantize import (
     nearest_quotient as nearest_quotient,
     quantize_matrices as quantize_matrices,
 )
+from jax_ep.pallas_kernels.runs import runs_of_sorted as runs_of_sorted
 from jax_ep.pallas_kernels.sums import Cut as Cut, SumTiling as SumTiling, sum_segments as sum_segments

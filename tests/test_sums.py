@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sparse_cases
+from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from test_pallas_kernels import H200, INTERPRET
 
-from jax_ep import SparseRows, coalesce, embedding
+from jax_ep import Experts, Group, SparseRows, coalesce, embedding, moe_mlp, sparse_all_reduce
 from jax_ep._kit import gemm
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.lax import ragged_dot
-from jax_ep.pallas_kernels import Cut, SumTiling, sum_segments
+from jax_ep.pallas_kernels import Cut, SumTiling, runs_of_sorted, sum_segments
 
 PART = 32
 LENGTHS = (5, 0, 70, 33, 32, 31, 1, 100, 0, 64)
@@ -101,16 +103,17 @@ def test_nothing_to_add(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 64, 1001, 8192])
-def test_sums_lower_for_gpus_inside_shard_map(columns: int) -> None:
-    def body(values: jax.Array, order: jax.Array, weights: jax.Array) -> jax.Array:
+def test_sums_and_runs_lower_for_gpus_inside_shard_map(columns: int) -> None:
+    def body(values: jax.Array, order: jax.Array, weights: jax.Array) -> Any:
         starts = jnp.arange(5, dtype=jnp.int32) * 100  # varies over no axis, as the others do
-        return sum_segments(values, starts, order=order, weights=weights, scale=weights[:4])
+        sums = sum_segments(values, starts, order=order, weights=weights, scale=weights[:4])
+        return sums, runs_of_sorted(order, 7)[:2]
 
     shapes = ((1024, columns), jnp.bfloat16), ((4096,), jnp.int32), ((4096,), jnp.float32)
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 3
+        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 5
 
 
 @pytest.mark.parametrize(
@@ -121,12 +124,68 @@ def test_sums_lower_for_gpus_inside_shard_map(columns: int) -> None:
         ("starts must have at least one element", {"starts": jnp.zeros(0, jnp.int32)}),
         (r"scale must have shape \[S\] = \(2,\), got \(3,\)", {"scale": jnp.zeros(3)}),
         (r"order must be of dtype integer, got float32", {"order": jnp.zeros(4)}),
+        (r"values must have fewer than 2\*\*31 - 64 rows", {"order": jax.ShapeDtypeStruct((2**31 - 64,), jnp.int32)}),
     ],
 )
 def test_wrong_sums_are_named(match: str, change: dict[str, Any]) -> None:
     arguments: dict[str, Any] = {"values": jnp.zeros((4, 8)), "starts": jnp.array([0, 1, 4])}
     with pytest.raises((TypeError, ValueError), match=f"sum_segments: {match}"):
-        sum_segments(**arguments | change)
+        jax.eval_shape(sum_segments, **arguments | change)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_runs_of_sorted_ids(dtype: Any, rng: np.random.Generator) -> None:
+    """In several blocks, in a batch; the ids at both ends are padding."""
+    count, limit = 2500 if INTERPRET else 1_100_000, 999
+    ids = np.sort(rng.integers(-20, limit + 20, (2, count)), axis=1).astype(dtype)
+    ids[1, 5:] = limit  # fewer runs
+    with jax.enable_x64(dtype == np.int64):
+        find = partial(runs_of_sorted, limit=limit, interpret=INTERPRET)
+        found = helpers.fetch(jax.jit(jax.vmap(find))(jnp.asarray(ids)))
+    for own, starts, different, runs in zip(ids, *found, strict=True):
+        wanted, firsts = np.unique(own, return_index=True)
+        inside = (wanted >= 0) & (wanted < limit)
+        more = count - inside.sum()
+        np.testing.assert_array_equal(different, np.append(wanted[inside], [limit] * more))
+        np.testing.assert_array_equal(starts, np.append(firsts[inside], [(own < limit).sum()] * (more + 1)))
+        assert (different.dtype, starts.dtype, runs) == (dtype, np.int32, inside.sum())
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "ids", "limit"),
+    [
+        (
+            ValueError,
+            r"ids must have shape \[N\] with N below 2\*\*31 - 1024, got \(4, 1\)",
+            np.zeros((4, 1), np.int32),
+            3,
+        ),
+        (TypeError, "ids must be of dtype int32 or int64, got float32", np.zeros(4, np.float32), 3),
+        (TypeError, "ids must be an array, got int", 3, 3),
+        (ValueError, r"limit must be in \[0, 2147483647\], got -1", np.zeros(4, np.int32), -1),
+    ],
+)
+def test_wrong_runs_are_named(error: type[Exception], match: str, ids: Any, limit: int) -> None:
+    with pytest.raises(error, match=f"runs_of_sorted: {match}"):
+        runs_of_sorted(ids, limit)
+
+
+@pytest.fixture(params=["as is", "by kernels"])
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the way of GPUs, on a CPU."""
+    if request.param == "by kernels" and INTERPRET:
+        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
+
+
+@pytest.mark.usefixtures("sums")
+@pytest.mark.parametrize("capacity", [4, 60])
+def test_coalesce(capacity: int, rng: np.random.Generator) -> None:
+    ids = rng.integers(-1, 12, (1, 40)).astype(np.int32)
+    values = sparse_cases.draw_values(rng, ids, 5, np.dtype(np.float32))
+    rows = SparseRows.from_entries(jnp.asarray(ids[0]), jnp.asarray(values[0]), num_rows=10)
+    found = jax.jit(partial(coalesce, capacity=capacity))(rows)
+    wanted = sparse_cases.expected(ids, values, num_rows=10, capacity=capacity)
+    sparse_cases.assert_reduced(jax.tree.map(lambda x: x[None], found), wanted, np.dtype(np.float32))
 
 
 OPS = {
@@ -139,6 +198,9 @@ OPS = {
         embedding.rowwise_adagrad(0.1)
         .update(SparseRows.from_entries(ids, rows, num_rows=99), jnp.zeros((99, 1)))[0]
         .values
+    ),
+    "apply_updates": lambda ids, rows: embedding.apply_updates(
+        jnp.ones((99, 64)), SparseRows.from_entries(ids, rows, num_rows=99)
     ),
     "gathered rows": lambda ids, rows: jax.grad(
         lambda x: (ragged_dot(x, jnp.ones((2, 64, 16)), jnp.array([9, 20_000]), lhs_indices=ids) * rows[:, :16]).sum()
@@ -154,6 +216,31 @@ def test_ten_runs_give_the_same_bits(name: str, rng: np.random.Generator) -> Non
     helpers.assert_same_bits_again(jax.jit(OPS[name]), (ids, rows), 9)
 
 
+def reduced(group: Group, ids: jax.Array, rows: jax.Array) -> jax.Array:
+    gradient = SparseRows.from_entries(ids, rows, num_rows=99)
+    return sparse_all_reduce(gradient, group=group, capacity=128, implementation="xla").values
+
+
+def gradients_of_biases(group: Group, ids: jax.Array, rows: jax.Array) -> Any:
+    matrix = jnp.eye(64)[None]
+
+    def loss(biases: Any) -> jax.Array:
+        experts = Experts(matrix, matrix, matrix, biases=biases)
+        options: dict[str, Any] = {"group": group, "capacity": 20_009, "implementation": "xla"}
+        return jnp.sum(moe_mlp(rows, ids[:, None] * 0, rows[:, :1], experts, **options)[0] ** 2)
+
+    return jax.grad(loss)((rows[:1], rows[1:2], rows[2:3]))
+
+
+@pytest.mark.skipif(not gemm.pallas_platforms(), reason="kernels sum on GPUs alone")
+@pytest.mark.parametrize("op", [reduced, gradients_of_biases])
+def test_ten_runs_of_a_group_give_the_same_bits(op: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    group = open_group(1)
+    ids = rng.integers(0, 99, (1, 20_009)).astype(np.int32)
+    rows = rng.standard_normal((1, 20_009, 64)).astype(np.float32)
+    helpers.assert_same_bits_again(helpers.per_rank(partial(op, group), group.mesh), (ids, rows), 9)
+
+
 @pytest.mark.skipif(not gemm.pallas_platforms(), reason="kernels sum on GPUs alone")
 def test_sums_of_more_than_2_31_values() -> None:
     rows, columns = 550_000, 4096
@@ -166,13 +253,29 @@ def test_sums_of_more_than_2_31_values() -> None:
     np.testing.assert_array_equal(found, np.broadcast_to(np.array(wanted, np.float32)[:, None], (3, columns)))
 
 
-def test_sums_by_ids_and_their_derivatives(rng: np.random.Generator) -> None:
-    """Under `jax.vmap`, too; ids outside are left out."""
+@pytest.mark.usefixtures("sums")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_by_ids_and_their_derivatives(weighted: bool, rng: np.random.Generator) -> None:
+    """Under `jax.vmap`, too; ids outside are left out. The sum has a second derivative, by rows and weights."""
     ids, rows = rng.integers(-2, 9, 40), rng.standard_normal((2, 40, 3)).astype(np.float32)
+    weights = rng.standard_normal(40).astype(np.float32) if weighted else np.ones(40, np.float32)
     matrix = (ids[:, None] == np.arange(7)).astype(np.float64)
-    sums = jax.vmap(lambda x: sum_by_ids(x, jnp.asarray(ids), 7, np.float32))
-    found, pull = jax.vjp(sums, rows)
-    np.testing.assert_allclose(found, np.einsum("ns,bnd->bsd", matrix, rows), rtol=1e-5, atol=1e-5)
+
+    def sums(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        def of_one(x: jax.Array) -> jax.Array:
+            return sum_by_ids(x, jnp.asarray(ids), 7, np.float32, weights if weighted else None)
+
+        return jax.vmap(of_one)(rows)
+
+    found, pull = jax.vjp(sums, rows, weights)
+    np.testing.assert_allclose(found, np.einsum("ns,n,bnd->bsd", matrix, weights, rows), rtol=1e-5, atol=1e-5)
     cotangent = rng.standard_normal(found.shape).astype(np.float32)
-    np.testing.assert_allclose(pull(cotangent)[0], np.einsum("ns,bsd->bnd", matrix, cotangent), rtol=1e-6)
-    np.testing.assert_allclose(jax.jvp(sums, [rows], [rows])[1], found, rtol=1e-6)
+    by_rows, by_weights = pull(cotangent)
+    np.testing.assert_allclose(by_rows, np.einsum("ns,n,bsd->bnd", matrix, weights, cotangent), rtol=1e-6)
+    tangent = jax.jvp(sums, [rows, weights], [rows, weights])[1]
+    np.testing.assert_allclose(tangent, (1 + weighted) * found, rtol=1e-5, atol=1e-5)
+    if weighted:
+        wanted = np.einsum("ns,bnd,bsd->n", matrix, rows, cotangent)
+        np.testing.assert_allclose(by_weights, wanted, rtol=1e-5, atol=1e-5)
+        mixed = jax.grad(lambda w: jnp.vdot(jax.vjp(sums, rows, w)[1](cotangent)[0], rows))(weights)
+        np.testing.assert_allclose(mixed, wanted, rtol=1e-5, atol=1e-5)

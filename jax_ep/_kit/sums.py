@@ -1,7 +1,7 @@
 """Sums of rows by segment and by id, with derivatives: equal operands give equal bits on every platform.
 
 GPUs sum by the Pallas kernels, entries in parts of 32. On other platforms `jax.ops.segment_sum` adds the entries in
-order; on a GPU it would add by atomics, in no order.
+order; on a GPU it would add by atomics, in no order. Segments are often the runs of equal ids among sorted ids.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from jax_ep import pallas_kernels
 from jax_ep._kit import gemm
 from jax_ep._kit.batches import by_platform
 from jax_ep._kit.linear import linear
+
+NO_PLACE = 2**31 - 1
 
 
 class Segments(NamedTuple):
@@ -52,28 +56,91 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
     return linear(lambda segments, rows: _choose(by_xla, by_kernel)(rows, segments), back, segments, rows)
 
 
-def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any) -> jax.Array:
+def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any, weights: jax.Array | None = None) -> jax.Array:
     """[N, D], integers [N] -> [count, D]: the sum of the rows of each id in float32, rounded once to `dtype`.
 
-    Ids outside [0, count) are left out. Differentiable in `rows`.
+    Ids outside [0, count) are left out. Differentiable in `rows` and in `weights`.
+
+    Args:
+      weights: [N] floats, by which rows are multiplied in float32. None: 1.
     """
-    like = rows.dtype
     if not (count and rows.size):
         return jnp.zeros_like(rows, dtype, shape=(count, rows.shape[1]))
+    return _sum_by_ids(count, np.dtype(dtype), ids, rows, weights)
 
-    def by_xla(rows: jax.Array, ids: jax.Array) -> jax.Array:
-        return _segment_sum(rows, ids, count, dtype)
 
-    def by_kernel(rows: jax.Array, ids: jax.Array, interpret: bool) -> jax.Array:
-        ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(jnp.int32))
-        return pallas_kernels.sum_segments(
-            rows, starts_of_sorted(ids, count), order=order, dtype=dtype, interpret=interpret
-        )
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _sum_by_ids(count: int, dtype: Any, ids: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    def by_xla(ids: jax.Array, rows: jax.Array, *weights: jax.Array) -> jax.Array:
+        return _segment_sum(_times(rows, *weights), ids, count, dtype)
 
-    def back(ids: jax.Array, cotangent: jax.Array) -> jax.Array:
-        return _read(cotangent, ids).astype(like)
+    def by_kernel(ids: jax.Array, rows: jax.Array, *weights: jax.Array, interpret: bool) -> jax.Array:
+        narrow = jnp.uint16 if count < 2**16 else jnp.int32  # halves the passes of a radix sort
+        ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(narrow))
+        options: dict[str, Any] = {"order": order, "dtype": dtype, "interpret": interpret}
+        if weights:
+            options["weights"] = weights[0][order]
+        return pallas_kernels.sum_segments(rows, starts_of_sorted(ids, count), **options)
 
-    return linear(lambda ids, rows: _choose(by_xla, by_kernel)(rows, ids), back, ids, rows)
+    return _choose(by_xla, by_kernel)(ids, rows, *([] if weights is None else [weights]))
+
+
+@partial(_sum_by_ids.defjvp, symbolic_zeros=True)
+def _sum_by_ids_jvp(count: int, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The sum is linear in the rows, and in the weights."""
+    (ids, rows, weights), (_, d_rows, d_weights) = primals, tangents
+    of = partial(_sum_by_ids, count, dtype)
+
+    def to_rows(residuals: Any, cotangent: jax.Array) -> jax.Array:
+        ids, *weights = residuals
+        return _times(_read(cotangent, ids), *weights).astype(rows.dtype)
+
+    def to_weights(residuals: Any, cotangent: jax.Array) -> jax.Array:
+        ids, rows = residuals
+        products = _read(cotangent, ids).astype(jnp.float32) * rows.astype(jnp.float32)
+        return products.sum(axis=1).astype(d_weights.dtype)
+
+    moved = []
+    if not isinstance(d_rows, SymbolicZero):
+        kept = [ids] if weights is None else [ids, weights]
+        moved.append(linear(lambda kept, x: of(kept[0], x, *kept[1:] or [None]), to_rows, kept, d_rows))
+    if weights is not None and not isinstance(d_weights, SymbolicZero):
+        moved.append(linear(lambda kept, x: of(*kept, x), to_weights, (ids, rows), d_weights))
+    return of(*primals), sum(moved[1:], moved[0])
+
+
+def runs_of_sorted(ids: jax.Array, limit: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The runs of equal ids among sorted int32 ids [N]; those outside [0, limit) are padding.
+
+    Returns:
+      int32 [N + 1], where each run begins, then the end of the last one; [N], the id of each run, then `limit`; and
+      int32 [], the number of runs.
+    """
+
+    def by_xla(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        places, count = places_of_sorted(ids, limit)
+        entry = jnp.arange(ids.shape[0], dtype=jnp.int32)
+        at = jnp.where(jnp.diff(places, prepend=-1) != 0, places, NO_PLACE)
+        end = jnp.sum(ids < limit, dtype=jnp.int32)
+        starts = jnp.full((ids.shape[0] + 1,), end).at[at].set(entry, mode="drop")
+        different = ids.at[starts[:-1]].get(mode="fill", fill_value=limit, indices_are_sorted=True)
+        return starts, jnp.minimum(different, limit), count
+
+    def by_kernel(ids: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return pallas_kernels.runs_of_sorted(ids, limit, interpret=interpret)
+
+    return _choose(by_xla, by_kernel)(ids)
+
+
+def places_of_sorted(ids: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
+    """The run of each of the sorted ids [N], and the number of runs.
+
+    Ids outside [0, limit), which stand for nothing, have the place 2**31 - 1.
+    """
+    valid = (ids >= 0) & (ids < limit)
+    first = valid & (jnp.diff(ids, prepend=-1) > 0)
+    places = jnp.cumsum(first, dtype=jnp.int32) - 1
+    return jnp.where(valid, places, NO_PLACE), jnp.sum(first, dtype=jnp.int32)
 
 
 def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,6 +171,10 @@ def _choose(by_xla: Callable[..., Any], by_kernel: Callable[..., Any]) -> Callab
 
 def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: Any, **options: Any) -> jax.Array:
     return jax.ops.segment_sum(rows.astype(jnp.float32), of, count, mode="drop", **options).astype(dtype)
+
+
+def _times(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    return rows if weights is None else rows.astype(jnp.float32) * weights.astype(jnp.float32)[:, None]
 
 
 def _taken(rows: jax.Array, order: jax.Array | None) -> jax.Array:

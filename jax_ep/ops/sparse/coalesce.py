@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks, vary
-from jax_ep._kit.sums import Segments, sorted_with_order, sum_segments
+from jax_ep._kit.sums import Segments, places_of_sorted, runs_of_sorted, sorted_with_order, sum_segments
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
-
-NO_PLACE = 2**31 - 1
 
 
 def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
@@ -32,9 +30,11 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     capacity = rows.indices.shape[0] if capacity is None else capacity
     checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
     ids, order = sorted_with_order(rows.masked_indices.astype(jnp.int32))
-    places, unique = places_of_sorted(ids, rows.num_rows)
-    starts = starts_of_places(places, capacity)
-    different = ids.at[starts[:-1]].get(mode="fill", fill_value=rows.num_rows, indices_are_sorted=True)
+    starts, different, unique = runs_of_sorted(ids, rows.num_rows)
+    places, _ = places_of_sorted(ids, rows.num_rows)
+    more = max(0, capacity - ids.shape[0])
+    starts = jnp.pad(starts, (0, more), mode="edge")[: capacity + 1]
+    different = jnp.pad(different, (0, more), constant_values=rows.num_rows)[:capacity]
     return replace(
         rows,
         indices=different.astype(rows.indices.dtype),
@@ -43,26 +43,6 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
         ignored=rows.ignored + rows.count_outside(),
         dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
     )
-
-
-def places_of_sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The places of sorted ids [N] among the different ids, and the number of different ids.
-
-    An id `num_rows`, which stands for no row, has the place 2**31 - 1.
-    """
-    valid = ids < num_rows
-    first = valid & (jnp.diff(ids, prepend=-1) > 0)
-    places = jnp.cumsum(first, dtype=jnp.int32) - 1
-    return jnp.where(valid, places, NO_PLACE), jnp.sum(first, dtype=jnp.int32)
-
-
-def starts_of_places(places: jax.Array, count: int) -> jax.Array:
-    """int32 [count + 1]: where each place begins in `places` [N], as of `places_of_sorted`, and the end of the last."""
-    first = jnp.diff(places, prepend=-1) != 0
-    present = jnp.sum(places != NO_PLACE, dtype=jnp.int32)
-    entry = jnp.arange(places.shape[0], dtype=jnp.int32)
-    starts = jnp.full((count + 1,), present)
-    return starts.at[jnp.where(first, places, NO_PLACE)].set(entry, mode="drop")
 
 
 def with_different_ids(rows: SparseRows) -> SparseRows:

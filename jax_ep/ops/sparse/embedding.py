@@ -300,15 +300,15 @@ def bag(
         checks.check_array(op, "ids", ids, "[N] with bag_of")
         checks.check_array(op, "bag_of", bag_of, "that of ids", shape=ids.shape)
 
-    def total(x: jax.Array) -> jax.Array:  # [..., L, W] -> [..., W]
+    def total(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:  # [..., L, W] -> [..., W]
         if bag_of is None or num_bags is None:
-            return x.sum(axis=-2)
-        return sum_by_ids(x, bag_of, num_bags, jnp.float32)
+            return (x if weight is None else weight[..., None] * x.astype(jnp.float32)).sum(axis=-2)
+        return sum_by_ids(x, jnp.where(ids >= 0, bag_of, num_bags), num_bags, jnp.float32, weight)
 
-    weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)[..., None]
-    summed = total(weight * rows.astype(jnp.float32))
+    weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)
+    summed = total(rows, weight if weights is not None or bag_of is None else None)
     if combiner != "sum":
-        divisor = total(weight if combiner == "mean" else weight**2)
+        divisor = total((weight if combiner == "mean" else weight**2)[..., None])
         divisor = jnp.where(divisor != 0, divisor, 1)
         summed /= divisor if combiner == "mean" else jnp.sqrt(divisor)
     return summed.astype(rows.dtype)

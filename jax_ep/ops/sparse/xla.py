@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.sums import sum_by_ids
-from jax_ep.ops.sparse.coalesce import places_of_sorted
+from jax_ep._kit.sums import NO_PLACE, places_of_sorted, sum_by_ids
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
@@ -58,7 +57,7 @@ def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: 
 def places_of_entries(union: Union, axis_name: AxisName) -> jax.Array:
     """[N] int32: the place of each entry of this rank, in the order of the entries; 2**31 - 1 for no row."""
     places = union.places[jax.lax.axis_index(axis_name)]
-    return jnp.where(places < union.bounds[-1], places, 2**31 - 1)
+    return jnp.where(places < union.bounds[-1], places, NO_PLACE)
 
 
 def entries_of_places(union: Union, places: int) -> jax.Array:

@@ -1,0 +1,118 @@
+"""Runs of equal ids among sorted ids, for GPUs that Triton compiles for.
+
+The first kernel counts how many runs begin in each block of ids. The second adds up the counts of all blocks before its
+own, and so knows the number of each run that begins in its block.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jax_ep.pallas_kernels.varying import result_type
+
+BLOCK = 1024  # ids of a program
+_MOST_COUNTS = 1024  # that a program adds up at once
+
+
+def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The runs of equal ids.
+
+    Args:
+      ids: [N] int32 or int64, not decreasing. Those outside [0, limit) are padding.
+      limit: fits the dtype of the ids.
+      interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
+
+    Returns:
+      starts: [N + 1] int32. The first id of each run; then, for all runs that there are not, the end of the last one.
+      different: [N], the id of each run, then `limit`.
+      count: [] int32, the runs.
+      Under `jax.vmap` one element of the batch is computed after the other.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong.
+    """
+    if not isinstance(ids, jax.Array | np.ndarray):
+        raise TypeError(f"runs_of_sorted: ids must be an array, got {type(ids).__name__}")
+    if ids.ndim != 1 or ids.shape[0] >= 2**31 - BLOCK:
+        raise ValueError(f"runs_of_sorted: ids must have shape [N] with N below 2**31 - {BLOCK}, got {ids.shape}")
+    if not jnp.issubdtype(ids.dtype, np.signedinteger):
+        raise TypeError(f"runs_of_sorted: ids must be of dtype int32 or int64, got {ids.dtype}")
+    if not 0 <= limit <= np.iinfo(ids.dtype).max:
+        raise ValueError(f"runs_of_sorted: limit must be in [0, {np.iinfo(ids.dtype).max}], got {limit}")
+    if not ids.shape[0]:
+        nothing = jnp.zeros_like(ids, np.int32, shape=(1,))
+        return nothing, ids, nothing[0]
+    return sequential_vmap(partial(_runs, limit, interpret))(ids)
+
+
+def _runs(limit: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    total = ids.shape[0]
+    blocks = pl.cdiv(total, BLOCK)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    def call(body: Any, sizes: tuple[int, ...], dtypes: tuple[Any, ...], *operands: jax.Array) -> list[jax.Array]:
+        return pl.pallas_call(
+            partial(body, limit=limit),
+            out_shape=tuple(result_type((size,), dtype, ids) for size, dtype in zip(sizes, dtypes, strict=True)),
+            grid=(blocks,),
+            in_specs=[anywhere] * len(operands),
+            out_specs=(anywhere,) * len(sizes),
+            compiler_params=triton.CompilerParams(num_warps=4),
+            interpret=interpret,
+            name=body.__name__.strip("_"),
+        )(*operands)
+
+    counts = call(_count_runs, (blocks, blocks), (np.int32, np.int32), ids)
+    sizes, dtypes = (total + 1, total, 1), (np.int32, ids.dtype, np.int32)
+    starts, different, count = call(_place_runs, sizes, dtypes, ids, *counts)
+    return starts, different, count[0]
+
+
+def _load(ids: Any, limit: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Of a block of ids: where each is, whether it exists, itself, whether it is below the limit, and begins a run."""
+    at = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+    inside = at < ids.shape[0]
+    here, before = (
+        triton.load(ids.at[jnp.maximum(jnp.where(inside, at, 0) - i, 0)], mask=inside, other=limit) for i in (0, 1)
+    )
+    below = inside & (here < limit)
+    return at, inside, here, below, below & (here >= 0) & ((at == 0) | (here != before))
+
+
+def _count_runs(ids: Any, runs_of: Any, below_of: Any, *, limit: int) -> None:
+    """How many ids of each block begin a run, and how many are below the limit."""
+    *_, below, first = _load(ids, limit)
+    runs_of[pl.program_id(0)] = jnp.sum(first, dtype=jnp.int32)
+    below_of[pl.program_id(0)] = jnp.sum(below, dtype=jnp.int32)
+
+
+def _place_runs(ids: Any, runs_of: Any, below_of: Any, starts: Any, different: Any, count: Any, *, limit: int) -> None:
+    """Runs go to the front in order. Every other id fills one of the places behind them."""
+    block, blocks, total = pl.program_id(0), runs_of.shape[0], ids.shape[0]
+    at, inside, here, _, first = _load(ids, limit)
+    chunk = min(_MOST_COUNTS, 1 << (blocks - 1).bit_length())
+
+    def add(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        of = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        there, below = (
+            triton.load(ref.at[jnp.minimum(of, blocks - 1)], mask=of < blocks, other=0) for ref in (runs_of, below_of)
+        )
+        return sums[0] + jnp.where(of < block, there, 0), sums[1] + there, sums[2] + below
+
+    zeros = jnp.zeros(chunk, jnp.int32)
+    sums = jax.lax.fori_loop(0, pl.cdiv(blocks, chunk), add, (zeros, zeros, zeros))
+    earlier, found, end = (jnp.sum(x, dtype=jnp.int32) for x in sums)
+    upto = earlier + jnp.cumsum(first, dtype=jnp.int32)  # runs that begin here or before
+    place = jnp.where(first, upto - 1, found + at - upto)
+    place = jnp.where(inside, place, total + 1)  # what is masked is written back in interpret mode
+    triton.store(starts.at[place], jnp.where(first, at, end), mask=inside)
+    triton.store(different.at[place], jnp.where(first, here, limit), mask=inside)
+    last = at == total - 1
+    triton.store(starts.at[jnp.where(last, total, total + 1)], jnp.full(BLOCK, end), mask=last)
+    count[0] = found
