@@ -164,6 +164,20 @@ def test_tables_of_half_precision(rng: np.random.Generator, name: str, dtype: An
     np.testing.assert_allclose(wide(after), oracle.table, rtol=2 * epsilon, atol=2 * epsilon)
 
 
+def test_updates_with_duplicates(rng: np.random.Generator) -> None:
+    """They are added up in float32: in bfloat16 256 + 1 is 256. Differentiable in the table and in the updates."""
+    ids, table = jnp.full(1000, 3, jnp.int32), jnp.zeros((V, D), jnp.bfloat16)
+
+    def updated(table: jax.Array, values: jax.Array) -> jax.Array:
+        return embedding.apply_updates(table, SparseRows.from_entries(ids, values, num_rows=V))
+
+    found, pull = jax.vjp(updated, table, jnp.ones((1000, D)))
+    np.testing.assert_array_equal(wide(found), np.where(np.arange(V)[:, None] == 3, 1000, np.zeros((V, D))))
+    cotangent = rng.standard_normal((V, D)).astype(jnp.bfloat16)
+    for actual, expected in zip(pull(jnp.asarray(cotangent)), (cotangent, cotangent[ids]), strict=True):
+        np.testing.assert_array_equal(wide(actual), wide(expected))
+
+
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])
 def test_duplicates_of_half_precision_add_up_in_float32(name: str) -> None:
     ids, values = jnp.full(257, 3, jnp.int32), jnp.ones((257, D), jnp.bfloat16)  # bfloat16 has no 257

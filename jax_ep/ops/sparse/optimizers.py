@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
+from jax_ep._kit.linear import linear
 from jax_ep.ops.sparse.coalesce import with_different_ids
 from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
 
@@ -119,7 +120,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
 
 
 def apply_updates(table: T, updates: Tree) -> T:
-    """Adds the rows of `updates` to a table [V, D], in the table's dtype; duplicates add up.
+    """Adds the rows of `updates` to a table [V, D], in the table's dtype. Duplicates are added up in float32 first.
 
     Raises:
       ValueError: the table has not the shape that the updates were made for.
@@ -130,7 +131,17 @@ def apply_updates(table: T, updates: Tree) -> T:
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
         check_sparse_rows(op, "updates", rows)
         checks.check_array(op, "table", table, "[V, D] of the gradient", shape=(rows.num_rows, rows.values.shape[1]))
-        return table.at[rows.masked_indices].add(rows.values.astype(table.dtype), mode="drop")
+
+        def forward(ids: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+            table, values = operands
+            added = with_different_ids(SparseRows.from_entries(ids, values, num_rows=rows.num_rows))
+            return table.at[added.indices].add(added.values.astype(table.dtype), mode="drop", indices_are_sorted=True)
+
+        def back(ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return cotangent, cotangent.at[ids].get(mode="fill", fill_value=0).astype(rows.values.dtype)
+
+        ids, table, values = vary.vary_alike(None, rows.masked_indices, table, rows.values)
+        return linear(forward, back, ids, (table, values))
 
     return jax.tree.map(apply, table, updates)
 
