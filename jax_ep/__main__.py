@@ -31,6 +31,7 @@ _BENCHES = {
     "deep_ep": "dispatch and combine beside DeepEP's",
     "ragged": "ragged_all_to_all",
     "sparse": "sparse_all_reduce",
+    "sums": "sums of rows by id, on one device",
     "matmul": "dense and grouped matrix products",
     "collective_matmul": "products overlapped with a collective",
     "nodes": "dispatch and combine over several nodes",

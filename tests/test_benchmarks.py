@@ -45,6 +45,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("layer --quick --shapes wide --tokens 16 --round-tokens --float8 --biases", {"of it", "exposed of step, us"}),
         ("peers --peers jax_ep", {"quantity", "jax_ep"}),
         ("matmul --quick", {"of dense"}),
+        ("sums", {"sums", "of XLA"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
     ],
 )

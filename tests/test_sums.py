@@ -225,7 +225,7 @@ def gradients_of_biases(group: Group, ids: jax.Array, rows: jax.Array) -> Any:
     matrix = jnp.eye(64)[None]
 
     def loss(biases: Any) -> jax.Array:
-        experts = Experts(matrix, matrix, matrix, biases=biases)
+        experts = Experts(gate=matrix, up=matrix, down=matrix, biases=biases)
         options: dict[str, Any] = {"group": group, "capacity": 20_009, "implementation": "xla"}
         return jnp.sum(moe_mlp(rows, ids[:, None] * 0, rows[:, :1], experts, **options)[0] ** 2)
 
