@@ -287,6 +287,18 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
         (lambda: wrongly.apply_updates(TABLE, TABLE), TypeError, "updates must be SparseRows, got float32[50,6]"),
         (lambda: wrongly.apply_updates(TABLE[1:], ROWS), ValueError, f"table {OF_GRADIENT}, got (49, 6)"),
     ],
+    "stacked_ids": [
+        (
+            lambda: wrongly.stacked_ids(IDS, 2**31),
+            ValueError,
+            "the sum of num_rows must be below 2**31, got 2147483648",
+        ),
+        (lambda: wrongly.stacked_ids([IDS] * 3, [2**30] * 3), ValueError, "the sum of num_rows must be below 2**31"),
+    ],
+    "bag": [
+        (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS, num_bags=2.0), TypeError, "num_bags must be a Python int"),
+        (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS * 0.5, num_bags=2), TypeError, "bag_of must be of an integer"),
+    ],
     "rowwise_adagrad": [(lambda: wrongly.rowwise_adagrad("0.1"), TypeError, "learning_rate must be a number, got str")],
     "by_rows": [
         (lambda: wrongly.by_rows(0.1), TypeError, "optimizer must have init and update, as optax has them, got float"),

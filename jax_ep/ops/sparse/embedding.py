@@ -4,7 +4,7 @@ A lookup in a table that is sharded over the ranks is a `dispatch` of ids to the
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -248,15 +248,16 @@ def stacked_ids(ids: T, num_rows: Tree) -> T:
     """
     op = "stacked_ids"
     heights, structure = jax.tree.flatten(num_rows)
+    for height in heights:
+        checks.check_int(op, "num_rows", height)
+    checks.check_int(op, "the sum of num_rows", sum(map(int, heights)), below_32_bits=True)
     below, stacked = 0, []
     for height, its_ids in zip(heights, structure.flatten_up_to(ids), strict=True):
-        checks.check_int(op, "num_rows", height)
         for x in jax.tree.leaves(its_ids):
             checks.check_array(op, "ids", x, dtype=INDEX_DTYPES)
         begin = below
         stacked.append(jax.tree.map(lambda x, n=height, i=begin: jnp.where((x >= 0) & (x < n), x + i, -1), its_ids))
         below += height
-    checks.check_int(op, "the sum of num_rows", below, below_32_bits=True)
     return structure.unflatten(stacked)
 
 
@@ -277,7 +278,8 @@ def bag(
       weights: [..., L] floats, or None for 1.
       combiner: "sum", of weight times row; "mean", the sum divided by the sum of weights; "sqrtn", divided by the root
         of the sum of squared weights (as in `tf.nn.embedding_lookup_sparse`). An empty bag is zero.
-      bag_of: [N] int32 in [0, num_bags): the bag of each of N ids, for bags of different lengths.
+      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. What is outside [0, num_bags) belongs
+        to no bag, as padding does.
       num_bags: M; only with `bag_of`.
 
     Returns:
@@ -298,7 +300,8 @@ def bag(
         raise ValueError(f"{op}: num_bags must be given with bag_of and not without it, got {num_bags}")
     if bag_of is not None:
         checks.check_array(op, "ids", ids, "[N] with bag_of")
-        checks.check_array(op, "bag_of", bag_of, "that of ids", shape=ids.shape)
+        checks.check_array(op, "bag_of", bag_of, "that of ids", np.integer, shape=ids.shape)
+        checks.check_int(op, "num_bags", cast(int, num_bags), least=0, below_32_bits=True)
 
     def total(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:  # [..., L, W] -> [..., W]
         if bag_of is None or num_bags is None:

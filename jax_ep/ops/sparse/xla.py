@@ -28,7 +28,7 @@ def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: ja
     union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[places].set(all_ids, mode="drop")
 
     starts = jnp.minimum(jnp.arange(config.size + 1, dtype=jnp.uint32) * config.rank_rows, config.num_rows)
-    bounds = jnp.sum(union < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    bounds = jnp.sum(union[None] < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     me = jax.lax.axis_index(axis_name) if config.sharded else 0
     begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
     place = begin + jnp.arange(config.capacity, dtype=jnp.int32)
