@@ -29,6 +29,11 @@ DENSE: dict[str, Any] = {
     "adagrad": optax.adagrad,
     "adagrad from zero": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.0),
     "lion": lambda rate: optax.lion(rate, weight_decay=0.1),
+    "amsgrad": optax.amsgrad,
+    "row clip": lambda rate: optax.chain(optax.clip(0.5), optax.centralize(), optax.sgd(rate)),
+    "warmup": lambda rate: optax.adamw(optax.warmup_constant_schedule(0.0, rate, 2)),
+    "inject_hyperparams": lambda rate: optax.inject_hyperparams(optax.adagrad)(optax.linear_schedule(rate, 0.0, 9)),
+    "multi_transform": lambda rate: optax.multi_transform({"a": optax.rmsprop(rate), "b": optax.sgd(rate)}, "a"),
     "schedule": lambda rate: optax.rmsprop(optax.linear_schedule(rate, rate / 8, 3)),
     "rowwise_adagrad": lambda rate: _dense_rowwise_adagrad(),
 }

@@ -12,7 +12,7 @@ import optax
 import pytest
 from conftest import OpenGroup
 from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient
-from helpers import bits, fetch, largest_size, wide
+from helpers import bits, fetch, largest_size, mesh_of, wide
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Implementation, SparseRows, embedding, sparse_all_reduce
@@ -129,6 +129,47 @@ def test_updates_of_touched_rows(rng: np.random.Generator, name: str) -> None:
         np.testing.assert_allclose(actual, dense, rtol=2e-5, atol=2e-6)
         if actual.ndim:
             assert bits(actual[untouched]) == bits(before[untouched])
+
+
+NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {  # of a learning rate
+    "lamb": optax.lamb,
+    "lars": optax.lars,
+    "novograd": optax.novograd,
+    "scheduled lamb": lambda rate: optax.lamb(optax.warmup_constant_schedule(0.0, rate, 2)),
+    "multi_transform of lamb": lambda rate: optax.multi_transform({"a": optax.lamb(rate)}, "a"),
+    "clip_by_block_rms": lambda rate: optax.chain(optax.clip_by_block_rms(100.0), optax.sgd(rate)),
+    "scale_by_trust_ratio": lambda rate: optax.chain(optax.scale_by_trust_ratio(), optax.sgd(rate)),
+    "clip_by_global_norm": lambda rate: optax.chain(optax.clip_by_global_norm(100.0), optax.adam(rate)),
+    "MultiSteps": lambda rate: optax.MultiSteps(optax.sgd(rate), 2),
+    "many MultiSteps": lambda rate: optax.MultiSteps(optax.adam(rate), 100),
+    "apply_every": lambda rate: optax.chain(optax.adam(rate), optax.apply_every(2)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BY_ROWS)
+def test_what_does_not_treat_every_row_by_itself(name: str) -> None:
+    """It is refused by `init`: before a program runs, and in a program with the learning rate of each call."""
+    why = r"^by_rows: optimizer must treat every row by itself, as optax\.adam does, got one "
+    why += (
+        "that keeps gradients back" if name in ("MultiSteps", "many MultiSteps", "apply_every") else "whose update of"
+    )
+    for traced in (False, True):
+        trace = jax.jit(lambda rate: embedding.by_rows(NOT_BY_ROWS[name](rate)).init(TABLE)).lower
+        with pytest.raises(TypeError, match=why):
+            trace(0.1) if traced else embedding.by_rows(NOT_BY_ROWS[name](0.1)).init(TABLE)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_learning_rate_of_each_rank(check_vma: bool) -> None:
+    def step(rate: jax.Array) -> jax.Array:
+        optimizer = embedding.by_rows(optax.sgd(rate[0]))
+        updates, _ = optimizer.update(dataclasses.replace(ROWS, values=ROWS.values + 1), optimizer.init(TABLE), TABLE)
+        return updates.values[:1]
+
+    ranks = P("ep")
+    mapped = jax.shard_map(step, mesh=mesh_of(ep=2), in_specs=ranks, out_specs=ranks, check_vma=check_vma)
+    for run in (mapped, jax.jit(mapped)):
+        np.testing.assert_allclose(run(jnp.arange(2.0)), [[0] * D, [-3] * D])
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -265,6 +306,7 @@ STATE = ADAGRAD.init(TABLE)
 NARROW = jax.tree.map(lambda x: x[:, 1:] if x.ndim else x, STATE)
 OF_GRADIENT = f"must have shape [V, D] of the gradient = ({V}, {D})"
 FACTORED = embedding.by_rows(optax.scale_by_factored_rms(min_dim_size_to_factor=2))
+NEEDS_MORE = embedding.by_rows(optax.contrib.reduce_on_plateau())
 wrongly: Any = embedding  # its functions with arguments that no type checker lets pass
 of, update = wrongly.sparse_value_and_grad, wrongly.by_rows(optax.adagrad(0.1)).update
 
@@ -303,6 +345,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
     "by_rows": [
         (lambda: wrongly.by_rows(0.1), TypeError, "optimizer must have init and update, as optax has them, got float"),
         (lambda: FACTORED.init(TABLE), TypeError, "optimizer must keep scalars and arrays of a row per row of the tab"),
+        (lambda: NEEDS_MORE.init(TABLE), TypeError, "optimizer must update a table [V, D] by its gradient; "),
     ],
     "init": [
         (lambda: wrongly.rowwise_adagrad(0.1).init(TABLE[:, 0]), ValueError, "table must have shape [V, D], got (50,)")

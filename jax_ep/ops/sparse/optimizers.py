@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_ep._kit import checks, vary
 from jax_ep._kit.linear import linear
@@ -13,6 +17,8 @@ from jax_ep.ops.sparse.coalesce import with_different_ids
 from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
 
 T = TypeVar("T")  # a pytree
+_TRIAL_COUNTS = np.arange(1, 1025)  # of an optimizer's steps; at 0 some means begin
+_BY_ITSELF = "by_rows: optimizer must treat every row by itself, as optax.adam does, got one"
 
 
 class Transform(Protocol):
@@ -48,15 +54,18 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
 
     Args:
       optimizer: what treats every row by itself: sgd with or without momentum, adam, adamw, adagrad, lion, rmsprop,
-        chains of them. Not what looks at a whole table, as adafactor, lamb and muon do.
+        with schedules, `inject_hyperparams`, `multi_transform`, and chains of them. `init` tries it on a small table.
+        It refuses what looks at a whole table, as adafactor, lamb, muon and `clip_by_global_norm` do, and what keeps
+        gradients back for a later step, as `MultiSteps` and `apply_every` do: add gradients up with `add` instead.
 
     Raises:
-      TypeError: `optimizer` is no pair of init and update; or, by `init`, its state has arrays without a row per row of
-        the table.
+      TypeError: `optimizer` is no pair of init and update; or, by `init`, it does not treat every row by itself, or its
+        state has arrays without a row per row of the table.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         got = checks.describe(optimizer)
         raise TypeError(f"by_rows: optimizer must have init and update, as optax has them, got {got}")
+    check_once = cache(lambda: _check_by_trial(optimizer))
 
     def init(table: Tree) -> Tree:
         def of_one(one: jax.Array) -> Any:
@@ -64,7 +73,9 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             _state_types(optimizer, *one.shape)
             return optimizer.init(one.astype(jnp.float32))
 
-        return jax.tree.map(of_one, table)
+        state = jax.tree.map(of_one, table)
+        check_once()
+        return state
 
     def step(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
         rows = with_different_ids(rows)
@@ -107,6 +118,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
       TypeError: the learning rate is no number.
     """
     checks.check_number("rowwise_adagrad", "learning_rate", learning_rate)
+    learning_rate = jnp.asarray(learning_rate, jnp.float32)
 
     def init(table: jax.Array) -> jax.Array:
         return jnp.full_like(table[:, :1], initial_accumulator)
@@ -156,12 +168,80 @@ def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, li
     types: list[tuple[Any, bool]] = []
     for x, y in zip(here[0], taller[0], strict=True):
         by_row = x.shape[:1] == (height,) and y.shape == (height + 1, *x.shape[1:])
-        if not by_row and (x.ndim or y.ndim):
+        if not by_row and (x.ndim or y.ndim or not isinstance(x.dtype, np.dtype)):
             raise TypeError(
                 f"by_rows: optimizer must keep scalars and arrays of a row per row of the table, got {x.dtype}{x.shape}"
             )
         types.append((x.shape, by_row))
     return here[1], types
+
+
+def _check_by_trial(optimizer: Transform) -> None:
+    """Raises TypeError if a trial on a table of four rows shows that `optimizer` does not treat every row by itself.
+
+    It mixes rows if the first row, or a scalar of the state, changes where only other rows are changed. It keeps
+    gradients back if counters in its state decide whether an array of the state forgets what it held.
+    `ensure_compile_time_eval` gives concrete values where `init` is traced, except where jax.shard_map runs without
+    jax.jit, or a value that varies over its axes is traced: there nothing is tried.
+    """
+    rng, shape = np.random.default_rng(0), (4, 8)
+    structure, types = _state_types(optimizer, *shape)
+    has_rows = [by_row for _, by_row in types]
+
+    def first_state(table: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(optimizer.init(table))
+
+    def step(gradient: jax.Array, table: jax.Array, *state: jax.Array) -> list[jax.Array]:
+        updates, new = optimizer.update(gradient, structure.unflatten(state), table)
+        return [updates, *(y.astype(x.dtype) for x, y in zip(state, structure.flatten_up_to(new), strict=True))]
+
+    def draw() -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    def once(table: jax.Array) -> Any:
+        return optimizer.update(table, optimizer.init(table), table)
+
+    try:
+        values = jax.make_jaxpr(once)(jax.ShapeDtypeStruct(shape, np.float32)).consts
+    except (AttributeError, TypeError, ValueError) as error:
+        raise TypeError(f"by_rows: optimizer must update a table [V, D] by its gradient; {error}") from error
+    if any(jax.typeof(x).manual_axis_type.varying for x in values):
+        return
+    with jax.ensure_compile_time_eval():
+        table, gradient = draw(), draw()
+        state: list[jax.Array] = _concrete(first_state, table)(table)
+        run = _concrete(step, gradient, table, *state)
+        is_first = np.arange(len(table))[:, None] == 0
+        for size in (1e-3, 1, 1e3, 1e6):  # norms on both sides of the limit of a clip
+            gradient = size * draw()
+            updates, *after = run(gradient, table, *state)
+            if isinstance(updates, Tracer):
+                return
+            others = (jnp.where(is_first, x, size * draw()) for x in (gradient, table))
+            for x, y, by_row in zip([updates, *after], run(*others, *state), [True, *has_rows], strict=True):
+                if not np.array_equal(*((x[0], y[0]) if by_row else (x, y)), equal_nan=True):
+                    raise TypeError(f"{_BY_ITSELF} whose update of a row depends on other rows, as optax.lamb's does")
+            table, state = (table + updates).astype(jnp.float32), after
+
+        is_counter = [x.ndim == 0 and jnp.issubdtype(x.dtype, np.integer) for x in state]
+        if not any(is_counter):
+            return
+        at = [_TRIAL_COUNTS.astype(x.dtype) if counts else x for x, counts in zip(state, is_counter, strict=True)]
+        every = jax.jit(jax.vmap(run, in_axes=(None, None, *(0 if counts else None for counts in is_counter))))
+        expected = every(gradient, table, *at)
+        for i in (i for i, by_row in enumerate(has_rows) if by_row):
+            other = at[i] + jnp.asarray(1e18 if jnp.issubdtype(at[i].dtype, np.floating) else 1, at[i].dtype)
+            held = expected[i + 1] != every(gradient, table, *at[:i], other, *at[i + 1 :])[i + 1]
+            remembers = np.asarray(held).reshape(len(_TRIAL_COUNTS), -1).any(axis=1)
+            if remembers.any() and not remembers.all():
+                raise TypeError(f"{_BY_ITSELF} that keeps gradients back for later steps, as optax.MultiSteps does")
+
+
+def _concrete(function: Callable[..., T], *operands: jax.Array) -> Callable[..., T]:
+    """`function` of arrays of these types. What is traced where it was made, as a learning rate may be, is 0.5."""
+    traced = jax.make_jaxpr(function)(*operands)
+    values = [np.full(x.shape, 0.5).astype(x.dtype) if isinstance(x, Tracer) else x for x in traced.consts]
+    return jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, values)))
 
 
 def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
