@@ -289,6 +289,19 @@ class Group:
         return f"Group({text})"
 
 
+def keep_or_raise(error: JaxEpError) -> None:
+    """Keeps the error of an op that has no group for `check()` of every open group; raises it if none is open.
+
+    A program must not fail on one rank alone: its peers would wait in their next collective.
+    """
+    with _open_lock:
+        groups = list(_open)
+    for group in groups:
+        group._keep_error(error)
+    if not groups:
+        raise error
+
+
 def check_group(op: str, group: Any) -> None:
     """Raises unless `group` is a group in which nothing went wrong, and whose axes are manual here.
 

@@ -86,7 +86,7 @@ def test_training(check_vma: bool, implementation: Implementation, group: Group,
 
     def step(table: jax.Array, state: Any, ids: Any, weights: Any) -> Any:
         value, (rows, by_weights) = gradient_of(table, embedding.stacked_ids(ids, HEIGHTS), weights)
-        norm = jnp.sqrt(jax.lax.psum(embedding.global_norm(rows) ** 2, "ep"))
+        norm = embedding.global_norm(rows, axis_name="ep")
         updates, state = optimizer.update(rows, state, table)
         entries = jax.lax.psum(rows.count, "ep")
         return embedding.apply_updates(table, updates), state, jax.lax.psum(value, "ep"), by_weights, norm, entries

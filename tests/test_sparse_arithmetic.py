@@ -13,7 +13,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_ep import SparseRows, coalesce, embedding
+from jax_ep import CapacityError, Group, SparseRows, coalesce, embedding
 
 V, D = 12, 3
 unchecked: Any = optax  # its types know no SparseRows
@@ -134,7 +134,7 @@ def test_sums_are_those_of_dense_gradients(rng: np.random.Generator) -> None:
     assert int(total["table"].ignored) == outside
     again = add(total["table"], a["table"])
     assert int(again.ignored) == outside + int(a["table"].count_outside())
-    small = add(a["table"], b["table"], capacity=2)
+    small = embedding.add(a["table"], b["table"], capacity=2, on_overflow="drop")
     assert int(small.dropped) == int(total["table"].count) - 2
     with pytest.raises(ValueError, match=r"^add: b must be of a table of 12 x 3 as a is, got 12 x 2$"):
         embedding.add(ROWS, SparseRows.from_entries(IDS, VALUES[:, :2], num_rows=V))
@@ -172,16 +172,96 @@ def test_multiples_and_norms(rng: np.random.Generator, dtype: Any) -> None:
         expected, _ = unchecked.clip_by_global_norm(limit).update((jnp.asarray(dense), bias), optax.EmptyState())
         np.testing.assert_allclose(clipped.todense(), expected[0], atol=0.05 if dtype == jnp.bfloat16 else 1e-5)
         np.testing.assert_allclose(clipped_bias, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(embedding.scale(bias, 2**31), np.asarray(bias) * 2.0**31, rtol=1e-6)
+    np.testing.assert_array_equal(embedding.clip_by_global_norm(bias, 2**31), bias)
     with pytest.raises(TypeError, match=r"^scale: factor must be a number, got NoneType$"):
         embedding.scale(rows, None)  # type: ignore[arg-type]
 
 
-def test_ids_of_each_rank_and_values_of_all() -> None:
-    """As check_vma=True sees gradients that are constants: ids vary over the ranks, values do not."""
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_norms_over_ranks(rng: np.random.Generator, check_vma: bool) -> None:
+    """Of rows of which every rank has its own, in a tree with an array that all ranks have; and of each rank alone.
 
-    def norm(ids: jax.Array) -> jax.Array:
-        return embedding.global_norm(SparseRows.from_entries(ids, jnp.ones((2, D)), num_rows=V))[None]
+    The values are constants: check_vma=True sees that the ids alone vary over the ranks.
+    """
+    size, limit = 2, 0.5
+    ids = rng.integers(0, V, (size, 5)).astype(np.int32)
+    values, bias = rng.standard_normal((5, D)).astype(np.float32), np.array([3, 4], np.float32)
+    sums = np.zeros((size, V, D))
+    for rank in range(size):
+        np.add.at(sums[rank], ids[rank], values)
+    of_ranks = np.sum(sums**2, axis=(1, 2))
+    norm = np.sqrt(of_ranks.sum() + np.sum(bias**2) * (1 if check_vma else size))
 
-    mapped = jax.shard_map(norm, mesh=helpers.mesh_of(ep=2), in_specs=P("ep"), out_specs=P("ep"))
-    ids = jnp.asarray([1, 1, 3, 2], jnp.int32)
-    np.testing.assert_allclose(mapped(ids), [(4 * D) ** 0.5, (2 * D) ** 0.5])
+    def norms(ids: jax.Array, axis_name: Any) -> Any:
+        tree = (SparseRows.from_entries(ids, jnp.asarray(values), num_rows=V), jnp.asarray(bias))
+        rows, clipped = embedding.clip_by_global_norm(tree, limit, axis_name=axis_name)
+        return embedding.global_norm(tree, axis_name=axis_name)[None], rows.todense(), clipped[None]
+
+    def on_ranks(axis_name: Any) -> Any:
+        over = jax.shard_map(
+            lambda ids: norms(ids, axis_name),
+            mesh=helpers.mesh_of(ep=size),
+            in_specs=P("ep"),
+            out_specs=P("ep"),
+            check_vma=check_vma,
+        )
+        return jax.jit(over)(ids.ravel())
+
+    found, rows, clipped = on_ranks("ep")
+    np.testing.assert_allclose(found, [norm] * size, rtol=1e-6)
+    np.testing.assert_allclose(rows.reshape(sums.shape), sums * limit / norm, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(clipped, [bias * limit / norm] * size, rtol=1e-5)
+    np.testing.assert_allclose(on_ranks(())[0], np.sqrt(of_ranks + np.sum(bias**2)), rtol=1e-6)
+    if check_vma:
+        message = r"^clip_by_global_norm: axis_name must be given, as tree varies over the mesh axes \('ep',\): "
+        with pytest.raises(ValueError, match=message):
+            on_ranks(None)
+    with pytest.raises(ValueError, match=r"^global_norm: must be called inside jax\.shard_map over axis 'ep'"):
+        embedding.global_norm(bias, axis_name="ep")
+
+
+OVERFLOWING: dict[str, Callable[..., SparseRows]] = {
+    "add": lambda rows, **options: embedding.add(rows, rows_of(VALUES), **options),
+    "coalesce": coalesce,
+}
+
+
+@pytest.mark.parametrize("op", OVERFLOWING)
+def test_an_overflow(op: str) -> None:
+    """The program fails; where groups are open, whose other ranks may go on, `check` raises the typed error."""
+
+    def run(values: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+        rows = OVERFLOWING[op](rows_of(values), capacity=1, **options)
+        return rows.values, rows.dropped[None]
+
+    message = f"{op}: the result needs 2 rows but capacity is 1; pass a larger capacity= or on_overflow='drop'"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(run)(VALUES))
+    kept, dropped = jax.jit(lambda values: run(values, on_overflow="drop"))(VALUES)
+    assert (np.isfinite(kept).all(), int(dropped[0])) == (True, 1)
+    mesh = helpers.mesh_of(ep=2)
+    with Group(mesh, "ep") as group:
+        spoiled, _ = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("ep")))(VALUES)
+        assert np.isnan(spoiled).all()
+        jax.effects_barrier()
+        with pytest.raises(CapacityError, match=f"^{message}"):
+            group.check()
+        group.check()
+
+
+def test_strict_promotion() -> None:
+    """Under jax_numpy_rank_promotion="raise" and jax_numpy_dtype_promotion="strict"."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        rows = SparseRows.from_entries(IDS.astype(np.int64), VALUES.astype(jnp.bfloat16), num_rows=V)
+        total = embedding.add(embedding.scale(rows, np.float64(2)), ROWS, capacity=V)
+        total = embedding.clip_by_global_norm(total, np.float64(1e9))
+        assert (total.indices.dtype, total.values.dtype) == (np.int64, jnp.bfloat16)
+        table = jnp.zeros((V, D), jnp.bfloat16)
+        for optimizer in (embedding.rowwise_adagrad(np.float64(0.1)), embedding.by_rows(optax.sgd(0.1))):
+            updates, _ = optimizer.update(total, optimizer.init(table), table)
+            table = embedding.apply_updates(table, updates)
+        bags = embedding.bag(embedding.lookup(table, IDS), IDS, combiner="mean", bag_of=IDS, num_bags=V)
+        dense = total.todense()
+    np.testing.assert_allclose(dense, 3 * ROWS.todense(), rtol=0.01)
+    np.testing.assert_allclose(bags[3], helpers.wide(table)[3], rtol=0.01)

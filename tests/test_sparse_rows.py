@@ -35,7 +35,8 @@ def test_coalesce(draw: Any, dtype: np.dtype, rng: np.random.Generator) -> None:
     ids = draw(rng, 2, 40, 100)
     values = cases.draw_values(rng, ids, 5, dtype)
     for capacity in (None, 4, 60):
-        run = jax.jit(lambda i, v, c=capacity: coalesce(SparseRows.from_entries(i, v, num_rows=100), capacity=c))
+        options: dict[str, Any] = {"capacity": capacity, "on_overflow": "drop"}
+        run = jax.jit(lambda i, v, o=options: coalesce(SparseRows.from_entries(i, v, num_rows=100), **o))
         actual = jax.tree.map(lambda x: x[None], run(ids[0], values[0]))
         wanted = cases.expected(ids[:1], values[:1], num_rows=100, capacity=capacity or 40)
         cases.assert_reduced(actual, wanted, dtype)
@@ -43,7 +44,9 @@ def test_coalesce(draw: Any, dtype: np.dtype, rng: np.random.Generator) -> None:
 
 def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
     ids = np.array([5, 3, -1, 5, 100, 9], np.int32)
-    once = coalesce(SparseRows.from_entries(jnp.asarray(ids), VALUES + 1, num_rows=ROWS), capacity=2)
+    once = coalesce(
+        SparseRows.from_entries(jnp.asarray(ids), VALUES + 1, num_rows=ROWS), capacity=2, on_overflow="drop"
+    )
     twice = coalesce(once)
     np.testing.assert_array_equal(once.indices, [3, 5])
     assert (int(once.ignored), int(once.dropped)) == (2, 1)

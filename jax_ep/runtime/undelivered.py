@@ -22,7 +22,7 @@ def undelivered_if(
     `error(*data)`.
 
     Args:
-      wrong: bool scalar, the same on all ranks.
+      wrong: bool scalar, the same on all ranks that share the results.
       data: arrays. `error` gets them as numpy arrays.
     """
 
@@ -34,11 +34,15 @@ def undelivered_if(
     return jax.tree.map(lambda x: jnp.where(wrong, _nothing(x), x), results)
 
 
-def capacity_error(op: str, rank: int, needed: int, capacity: int) -> CapacityError:
-    """The error of an overflow with implementation="xla", in the words of ffi/runtime/group_errors.cc."""
+def capacity_error(op: str, rank: int | None, needed: int, capacity: int) -> CapacityError:
+    """The error of an overflow that no kernel reports, in the words of ffi/runtime/group_errors.cc.
+
+    Args:
+      rank: None for an op that exchanges nothing.
+    """
+    who = "the result" if rank is None else f"rank {rank}"
     return CapacityError(
-        f"{op}: rank {rank} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or "
-        "on_overflow='drop'"
+        f"{op}: {who} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or on_overflow='drop'"
     )
 
 

@@ -6,18 +6,24 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks, vary
+from jax_ep._kit.checks import OnOverflow
 from jax_ep._kit.sums import Segments, places_of_sorted, runs_of_sorted, sorted_with_order, sum_segments
+from jax_ep.group import keep_or_raise
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
+from jax_ep.runtime.undelivered import capacity_error, undelivered_if
 
 
-def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
+def coalesce(rows: SparseRows, *, capacity: int | None = None, on_overflow: OnOverflow = "raise") -> SparseRows:
     """Adds up the entries of each row: sorted different ids, padded with id `num_rows` and zero values.
 
     Duplicates are added in float32 and rounded once to the dtype of `values`. Differentiable in `values`.
 
     Args:
       rows: N entries in any order.
-      capacity: C, entries of the result; default N. If there are more ids, the last ids find no room.
+      capacity: C, entries of the result; default N.
+      on_overflow: when there are more than C ids: "raise" (`CapacityError`), or "drop": the last ids find no room. An
+        overflow fills `values` with NaN. `group.check()` of an open group raises the error. If no group is open, the
+        program fails with its message.
 
     Returns:
       C entries, `count` of them different ids. `ignored` and `dropped` count missing entries and ids.
@@ -25,8 +31,13 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
-    op = "coalesce"
+    return added_up("coalesce", rows, capacity, on_overflow)
+
+
+def added_up(op: str, rows: SparseRows, capacity: int | None, on_overflow: OnOverflow) -> SparseRows:
+    """`coalesce` on behalf of `op`, which errors name."""
     check_sparse_rows(op, "rows", rows)
+    checks.check_one_of(op, "on_overflow", on_overflow, OnOverflow)
     capacity = rows.indices.shape[0] if capacity is None else capacity
     checks.check_int(op, "capacity", capacity, least=1 if rows.indices.shape[0] else 0, below_32_bits=True)
     ids, order = sorted_with_order(rows.masked_indices.astype(jnp.int32))
@@ -35,10 +46,19 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None) -> SparseRows:
     more = max(0, capacity - ids.shape[0])
     starts = jnp.pad(starts, (0, more), mode="edge")[: capacity + 1]
     different = jnp.pad(different, (0, more), constant_values=rows.num_rows)[:capacity]
+    values = sum_segments(rows.values, Segments(places, starts, order), rows.values.dtype)
+    if on_overflow == "raise" and capacity < min(rows.indices.shape[0], rows.num_rows):
+        values = undelivered_if(
+            unique > capacity,
+            values,
+            keep_or_raise,
+            lambda needed: capacity_error(op, None, int(needed), capacity),
+            unique,
+        )
     return replace(
         rows,
         indices=different.astype(rows.indices.dtype),
-        values=sum_segments(rows.values, Segments(places, starts, order), rows.values.dtype),
+        values=values,
         count=jnp.minimum(unique, capacity),
         ignored=rows.ignored + rows.count_outside(),
         dropped=rows.dropped + jnp.maximum(unique - capacity, 0),
@@ -52,11 +72,11 @@ def with_different_ids(rows: SparseRows) -> SparseRows:
         ids, _ = entries
         return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
 
-    def added_up(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def sums(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
         return added.indices, added.values
 
     # A while_loop of at most one iteration does not copy the rows, as a cond would.
     entries = rows.masked_indices, rows.values.astype(jnp.float32)
-    ids, values = jax.lax.while_loop(mixed, added_up, vary.vary_alike(None, *entries))
+    ids, values = jax.lax.while_loop(mixed, sums, vary.vary_alike(None, *entries))
     return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))
