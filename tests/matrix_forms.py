@@ -149,11 +149,13 @@ def chosen(options: dict[str, dict[str, Form]], name: str, rng: np.random.Genera
 
 def refused(form: Form) -> str | None:
     """What the error says, where options do not go together."""
+    if {"capacity", "capacity_factor"} <= form.keys():
+        return "^(dispatch|moe_mlp): capacity must be None where capacity_factor is given"
     if form.get("product") and "biased" in form:
         return "^moe_mlp: experts.biases must be None where product is given"
     if form.get("product") and "precision" in form:
         return "^moe_mlp: precision must be None where product is given"
-    if form.get("matrices") == "two" and isinstance(form.get("activation"), Gated):
+    if form.get("matrices") == "two" and isinstance(form.get("activation"), Gated | ClampedSwiglu):
         return "^moe_mlp: experts.activation must be of one argument where experts.gate is None"
     if form.get("wire") == "float8_rows" and not form.get("sent_known"):
         return "^dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
