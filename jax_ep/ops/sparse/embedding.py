@@ -306,7 +306,8 @@ def bag(
     def total(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:  # [..., L, W] -> [..., W]
         if bag_of is None or num_bags is None:
             return (x if weight is None else weight[..., None] * x.astype(jnp.float32)).sum(axis=-2)
-        return sum_by_ids(x, jnp.where(ids >= 0, bag_of, num_bags), num_bags, jnp.float32, weight)
+        wide = bag_of if bag_of.dtype.itemsize >= 4 else bag_of.astype(jnp.int32)  # has room for num_bags
+        return sum_by_ids(x, jnp.where(ids >= 0, wide, num_bags), num_bags, jnp.float32, weight)
 
     weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)
     summed = total(rows, weight if weights is not None or bag_of is None else None)
