@@ -99,6 +99,9 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("plan_replicas", EIGHT, {"groups": 3}, "num_nodes must divide 4 ranks and 3 groups, and groups 8 experts, got 1"),
     ("plan_replicas", EIGHT, {"groups": 2, "num_nodes": 4}, "num_nodes must divide 4 ranks and 2 groups"),
     ("plan_replicas", EIGHT, {"previous": PLAN}, "previous.experts must have shape"),
+    ("plan_replicas", EIGHT, {"previous": np.ones(12)}, "previous must be the ReplicaPlan of plan_replicas, got"),
+    ("plan_replicas", EIGHT, {"previous": PLAN._replace(experts=np.ones(12))}, "previous.experts must be of an int"),
+    ("plan_replicas", ("load", 1, 2), {}, "load must be an array, got str"),
     *(("plan_replicas", (np.array(load), 1, 2), {}, "load must be") for load in ([1.0, -1.0], [], [1.0, np.nan])),
     ("plan_replicas", (np.ones(3), 2, 2), {}, "num_slots must be a multiple of 2 ranks and at least 3, got 2"),
     ("plan_replicas", (np.ones(3), 2, 5), {}, "num_slots must be a multiple of 2 ranks and at least 3, got 5"),
@@ -110,6 +113,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
     ("physical_ids", (IDS, jax.tree.map(lambda x: x[:1], PLAN)), {}, r"plan.slots must have shape \[E, S - E \+ 1\]"),
     ("physical_ids", (IDS, jax.tree.map(lambda x: x + 0.5, PLAN)), {}, "plan.experts must be of an integer dtype"),
     ("physical_ids", (IDS, PLAN), {"offset": 1.5}, "offset must be of an integer dtype, got float64"),
+    ("physical_ids", (IDS, PLAN), {"offset": 2**31}, r"offset must be below 2\*\*31, got 2147483648"),
     ("physical_ids", (IDS, PLAN), {"offset": np.zeros(3, int)}, r"offset must have shape \[\] = \(\), got \(3,\)"),
     ("replicate", (np.ones((8, 3)), tuple(PLAN)), {}, "plan must be the ReplicaPlan of plan_replicas, got tuple"),
     ("replicate", (np.ones((3, 3)), PLAN), {}, r"each leaf of experts .* \[E / R, ...\] = \(50, 3\), got \(3, 3\)"),
@@ -139,20 +143,34 @@ def test_ids_that_do_not_hold_the_number_of_slots(dtype: Any) -> None:
     np.testing.assert_array_equal(PLAN.experts[np.asarray(wanted)], ids)
 
 
-def test_turns_do_not_follow_the_order_of_tokens(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("offset", [5, helpers.BIG])
+def test_turns_do_not_follow_the_order_of_tokens(offset: int, rng: np.random.Generator) -> None:
     """Every second token goes to a busy expert, and its replicas still get as many each."""
-    plan = nn.plan_replicas(np.array([9.0, 1, 4, 1]), num_ranks=2, num_slots=8)
+    plan = nn.plan_replicas(np.array([9.0, 1, 4, 1]), num_ranks=1, num_slots=7)
     ids: Any = rng.integers(-1, 5, (40, 3)).astype(np.int32)  # 4 is no expert
     ids[::2, 0], ids[1::2, 0] = 0, 2
-    actual = np.asarray(jax.jit(lambda *given: nn.physical_ids(*given[:2], offset=given[2]))(ids, plan, 5))
-    queues = [5] * 4
+    actual = np.asarray(jax.jit(lambda *given: nn.physical_ids(*given[:2], offset=given[2]))(ids, plan, offset))
+    queues = [offset] * 4
+    assert plan.counts.max() == 3
     for place in np.ndindex(*ids.shape):
         expert = ids[place]
         if 0 <= expert < 4:
-            assert actual[place] == plan.slots[expert][queues[expert] % plan.counts[expert]]
+            assert actual[place] == plan.slots[expert][queues[expert] % int(plan.counts[expert])]
             queues[expert] += 1
         else:
-            assert actual[place] == (-1 if expert == -1 else 8)
+            assert actual[place] == (-1 if expert == -1 else 7)
+
+
+def test_without_implicit_promotion(implementation: Implementation, group: Group) -> None:
+    plan = nn.plan_replicas(np.ones(8), num_ranks=SIZE, num_slots=12)
+
+    def body(experts: jax.Array, ids: jax.Array, plan: nn.ReplicaPlan) -> Any:
+        slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
+        return nn.replicate(experts, plan, group=group, implementation=implementation), slots
+
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=(P("ep"), P("ep"), P()), out_specs=P("ep"))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(lambda *given: mapped(*given)[0].sum()), jnp.ones((8, 3)), jnp.zeros((4, 1), int), plan)
 
 
 def test_replicas_of_no_loads_are_spread() -> None:

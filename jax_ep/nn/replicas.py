@@ -74,8 +74,8 @@ def plan_replicas(
     op = "plan_replicas"
     for name, count in (("num_ranks", num_ranks), ("num_slots", num_slots), ("num_nodes", num_nodes)):
         checks.check_int(op, name, count)
-    if isinstance(load, Tracer):
-        raise TypeError(f"{op}: load must be known on the host, got a traced {checks.describe(load)}")
+    _check_on_host(op, "load", load)
+    checks.check_array(op, "load", load, dtype=checks.NUMBERS)
     load = np.asarray(load, np.float64)
     if load.ndim not in (1, 2) or not load.size or not np.all(np.isfinite(load)) or (load < 0).any():
         raise ValueError(f"{op}: load must be [E] or [layers, E] finite numbers, none negative, got {load}")
@@ -93,7 +93,10 @@ def plan_replicas(
         )
     before = itertools.repeat(None)
     if previous is not None:
-        checks.check_array(op, "previous.experts", previous.experts, "[..., S]", shape=(*load.shape[:-1], num_slots))
+        _check_is_plan(op, "previous", previous)
+        _check_on_host(op, "previous.experts", previous.experts)
+        shape = (*load.shape[:-1], num_slots)
+        checks.check_array(op, "previous.experts", previous.experts, "[..., S]", np.integer, shape=shape)
         before = np.atleast_2d(previous.experts)
     each = partial(_plan, ranks=num_ranks // num_nodes, num_slots=num_slots, nodes=num_nodes, groups=number)
     plans = list(map(each, np.atleast_2d(load), before))
@@ -164,7 +167,7 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     owner, row = jnp.divmod(of_slots, local)
     number = jnp.argmax(jnp.asarray(plan.slots)[of_slots] == jnp.arange(slots)[:, None], axis=1)  # among its expert's
     my_owner, my_row, my_number = (x.reshape(ranks, room)[me] for x in (owner, row, number))
-    from_here, to_here = owner == me, (my_owner == jnp.arange(ranks)[:, None]).reshape(-1)
+    from_here, to_here = owner == me, (my_owner[None] == jnp.arange(ranks)[:, None]).reshape(-1)
     here = (jnp.tile(x, ranks) for x in (jnp.arange(room), my_row, my_number))  # of each rank, a slice of each slot
     index = (row, number, from_here, to_here, *here, jnp.max(jnp.asarray(plan.counts)))
     exchange = partial(ragged_all_to_all, axis_name=group.axis_name, group=group, implementation=implementation)
@@ -210,19 +213,31 @@ def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Arra
     _check_plan(op, plan)
     first = offset if isinstance(offset, jax.Array) else np.asarray(offset)
     checks.check_array(op, "offset", first, "[]", np.integer, shape=())
+    if isinstance(first, np.ndarray):
+        checks.check_int(op, "offset", int(first), least=-(2**31), below_32_bits=True)
     num_experts, num_slots = len(plan.counts), len(plan.experts)
     flat = checks.to_int32(expert_ids).reshape(-1)
     inside = (flat >= 0) & (flat < num_experts)
     expert = jnp.where(inside, flat, 0)
-    turn = _turns(jnp.where(inside, flat, num_experts)) + checks.to_int32(first)
-    slot = jnp.asarray(plan.slots)[expert, turn % jnp.asarray(plan.counts)[expert]]
+    replicas = jnp.asarray(plan.counts, jnp.int32)[expert]
+    turn = _turns(jnp.where(inside, flat, num_experts)) % replicas + checks.to_int32(first) % replicas
+    slot = jnp.asarray(plan.slots)[expert, turn % replicas]
     slot = jnp.where(inside, slot, jnp.where(flat == -1, -1, num_slots))
     return slot.astype(jnp.int32).reshape(expert_ids.shape)
 
 
-def _check_plan(op: str, plan: ReplicaPlan) -> None:
+def _check_on_host(op: str, name: str, x: Any) -> None:
+    if isinstance(x, Tracer):
+        raise TypeError(f"{op}: {name} must be known on the host, got a traced {checks.describe(x)}")
+
+
+def _check_is_plan(op: str, name: str, plan: Any) -> None:
     if not isinstance(plan, ReplicaPlan):
-        raise TypeError(f"{op}: plan must be the ReplicaPlan of plan_replicas, got {checks.describe(plan)}")
+        raise TypeError(f"{op}: {name} must be the ReplicaPlan of plan_replicas, got {checks.describe(plan)}")
+
+
+def _check_plan(op: str, plan: ReplicaPlan) -> None:
+    _check_is_plan(op, "plan", plan)
     for name, leaf in plan._asdict().items():
         checks.check_array(op, f"plan.{name}", leaf, dtype=np.integer)
     checks.check_array(op, "plan.experts", plan.experts, "[S]")
