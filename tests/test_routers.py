@@ -2,7 +2,8 @@
 batch."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import helpers
 import jax
@@ -63,14 +64,14 @@ def test_sigmoid_top_k(
 
 def test_softmax_in_groups(logits: np.ndarray) -> None:
     """As DeepSeek-V2 routes: the best expert of a device says what the device is worth, and weights are scaled."""
-    options: dict[str, Any] = {"groups": 4, "top_groups": 2, "renormalize": False, "scale": 16.0}
+    options: dict[str, Any] = {"groups": 4, "top_groups": 2, "renormalize": False, "scale": 2**31}
     routed = helpers.fetch(jax.jit(lambda x: nn.softmax_top_k(x, K, **options))(logits))
     for row, ids, weights in zip(logits, *routed, strict=True):
         members = [list(range(4 * group, 4 * group + 4)) for group in range(4)]
         best = sorted(members, key=lambda each: -max(row[e] for e in each))[:2]
         wanted = sorted(best[0] + best[1], key=lambda e: -row[e])[:K]
         np.testing.assert_array_equal(ids, wanted)
-        np.testing.assert_allclose(weights, 16 * softmax(row)[wanted], rtol=1e-5)
+        np.testing.assert_allclose(weights, 2.0**31 * softmax(row)[wanted], rtol=1e-5)
 
 
 def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
@@ -83,6 +84,49 @@ def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
     np.put_along_axis(wanted, chosen, np.take_along_axis(sigmoid(logits) * (1 - sigmoid(logits)), chosen, 1), 1)
     np.testing.assert_allclose(by_logits, wanted, rtol=1e-4, atol=1e-6)
     assert not by_bias.any()
+
+
+def weights_of(logits: np.ndarray, ids: np.ndarray, score: str, renormalize: bool) -> np.ndarray:
+    powers = np.exp(logits)
+    scores = powers / (powers.sum(axis=1, keepdims=True) if score == "softmax" else 1 + powers)
+    valid = (ids >= 0) & (ids < EXPERTS)
+    weights = np.where(valid, np.take_along_axis(scores, np.where(valid, ids, 0), axis=1), 0)
+    return weights / np.where(valid.any(axis=1), weights.sum(axis=1), 1)[:, None] if renormalize else weights
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("replayed", [True, False])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_some_tokens_and_given_ids(
+    score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: np.random.Generator
+) -> None:
+    """Gradients are those of the batch without the masked tokens, which hold anything, also for unlikely experts."""
+    ids = np.argsort(-logits, axis=1)[:, :K]
+    if replayed:
+        ids = rng.integers(-1, EXPERTS + 1, ids.shape)
+        ids[2], ids[3] = -1, (5, 5, 7, -1)
+        logits[4, ids[4] % EXPERTS] = -60  # softmax rounds them to 1e-27
+    if score == "sigmoid":
+        logits[6] -= 60
+    mask, by = rng.random(TOKENS) < 0.7, rng.standard_normal(ids.shape).astype(np.float32)
+    mask[:8] = np.arange(8) != 1
+    given = logits.copy()
+    given[~mask] = rng.choice([np.nan, np.inf, -np.inf, 1], given[~mask].shape)
+    given[1] = np.nan
+    router = nn.softmax_top_k if score == "softmax" else nn.sigmoid_top_k
+    options: Any = {"ids": ids.astype(np.int8) if replayed else None, "mask": mask, "renormalize": renormalize}
+
+    def total(logits: jax.Array) -> tuple[jax.Array, nn.Routed]:
+        routed = router(logits, K, **options)
+        return jnp.sum(routed.weights * by), routed
+
+    gradient, routed = helpers.fetch(jax.jit(jax.grad(total, has_aux=True))(given))
+    ids[~mask] = -1
+    exact = partial(weights_of, ids=ids, score=score, renormalize=renormalize)
+    np.testing.assert_array_equal(routed.expert_ids, ids)
+    np.testing.assert_allclose(routed.weights, exact(logits.astype(np.float64)), rtol=1e-5)
+    wanted = finite_differences(lambda x: float(np.sum(exact(x) * by)), logits.astype(np.float64))
+    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:
@@ -106,7 +150,7 @@ def test_round_tokens(
     devices: int | None, multiple: int, more: int, renormalize: bool, rng: np.random.Generator
 ) -> None:
     """Counts are multiples over all devices, the least weights move, and gradients are those of the weights that are
-    left. Some ids are no experts."""
+    left. Some ids are no experts: they stay, without weights."""
     x = (rng.standard_normal((160, EXPERTS)) + np.linspace(0, 1, EXPERTS)).astype(np.float32)
     by = rng.standard_normal((160, K + more)).astype(np.float32)
     no_expert = rng.random(by.shape) < 0.03
@@ -127,8 +171,9 @@ def test_round_tokens(
     _, pull, found = jax.vjp(lambda x: body(x, by, ids), x, has_aux=True)
     found = helpers.fetch(found)
 
-    there = rounded(ids, routed.weights, multiple) | (ids < 0) | (ids >= EXPERTS)
-    np.testing.assert_array_equal(found.expert_ids, np.where(there, ids, -1))
+    valid = (ids >= 0) & (ids < EXPERTS)
+    there = rounded(ids, routed.weights, multiple)
+    np.testing.assert_array_equal(found.expert_ids, np.where(there | ~valid, ids, -1))
     before, after = (np.asarray(nn.expert_load(each, EXPERTS)) for each in (ids[:, :K], found.expert_ids))
     assert not (after % multiple).any()
     assert (np.abs(after - before) < multiple).all()
@@ -138,9 +183,11 @@ def test_round_tokens(
     def dense(x: jax.Array) -> jax.Array:
         """The same weights, out of the probabilities of all experts."""
         of_chosen = jnp.take_along_axis(jax.nn.softmax(x), routed.expert_ids, axis=1)
-        total = of_chosen.sum(axis=1, keepdims=True) if renormalize else 1.0
-        left = jnp.where(there, of_chosen, 0) / total
-        return left / jnp.where(there.any(axis=1), left.sum(axis=1), 1)[:, None] if renormalize else left
+        left = jnp.where(there, of_chosen, 0)
+        if not renormalize:
+            return left
+        before = jnp.where(valid, of_chosen, 0).sum(axis=1) / of_chosen.sum(axis=1)
+        return left * (before / jnp.where(there.any(axis=1), left.sum(axis=1), 1))[:, None]
 
     with jax.enable_x64():
         exact, d_exact = jax.vjp(dense, x.astype(np.float64))
@@ -148,6 +195,29 @@ def test_round_tokens(
     np.testing.assert_allclose(found.weights, exact, rtol=1e-5, atol=1e-7)
     gradient = pull(np.ones(len(x), np.float32))[0]
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_without_implicit_promotion(logits: np.ndarray) -> None:
+    """Every function here, with gradients, where JAX refuses operands of different ranks or dtypes."""
+    bias = jnp.zeros(EXPERTS)
+
+    def program(logits: jax.Array, scale: jax.Array, mask: jax.Array) -> Any:
+        groups: Any = {"groups": 4, "top_groups": 2, "scale": scale, "mask": mask}
+        routed = nn.sigmoid_top_k(logits, K + 2, bias=bias, **groups)
+        routed = nn.round_tokens(routed, K, EXPERTS, multiple=2, axis_name="ep")
+        again = nn.softmax_top_k(logits, K + 2, ids=routed.expert_ids.astype(jnp.int8), **groups)
+        load = nn.expert_load(routed.expert_ids, EXPERTS, axis_name="ep")
+        losses = [nn.balance_loss(logits, routed.expert_ids, score=score, axis_name="ep") for score in get_args(Score)]
+        total = sum(losses, nn.z_loss(logits, mask, axis_name="ep"))
+        total += jax.lax.psum(jnp.sum(again.weights + routed.weights), "ep")
+        best = nn.within_top_groups(logits, K, 4, 2)
+        return total, (best, nn.balanced_bias(bias, load, rate=scale), nn.load_stats(load, ranks=4))
+
+    operands = logits, jnp.bfloat16(2), np.arange(TOKENS) % 3 > 0
+    specs: Any = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": (P(), (P("ep"), P(), P()))}
+    mapped = jax.shard_map(program, mesh=helpers.mesh_of(ep=SIZE), **specs)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(jax.grad(mapped, has_aux=True), *operands)
 
 
 def test_no_tokens_to_round() -> None:
@@ -233,7 +303,9 @@ def test_balance_over_devices(score: Score, rng: np.random.Generator) -> None:
     """The loss of the whole batch, and each device has the gradient of its own tokens in it."""
     batch = draw(rng)
     spread = over_devices(lambda x, ids: nn.balance_loss(x, ids, score=score, axis_name="ep"))
-    value, gradient = jax.value_and_grad(spread)(jnp.asarray(batch.logits, jnp.float32), batch.ids)
+    given = batch.logits.astype(np.float32)
+    given[5, :3] = np.nan, np.inf, -np.inf  # of the token that has no expert
+    value, gradient = jax.value_and_grad(spread)(given, batch.ids)
     np.testing.assert_allclose(value, balance(*batch, score), rtol=1e-5)
     wanted = finite_differences(lambda x: balance(x, batch.ids, score), batch.logits)
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
@@ -253,7 +325,11 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
     mask[:TOKENS] = False  # a device without tokens
     squares = np.log(np.exp(logits).sum(axis=1)) ** 2
     spread = over_devices(lambda x, mask: nn.z_loss(x, mask, axis_name="ep"))
-    np.testing.assert_allclose(spread(jnp.asarray(logits, jnp.float32), mask), squares[mask].mean(), rtol=1e-5)
+    given = np.where(mask[:, None], logits, rng.choice([np.nan, np.inf, -np.inf], logits.shape)).astype(np.float32)
+    value, gradient = jax.value_and_grad(spread)(given, mask)
+    np.testing.assert_allclose(value, squares[mask].mean(), rtol=1e-5)
+    slope = 2 * np.log(np.exp(logits).sum(axis=1)) * mask / mask.sum()
+    np.testing.assert_allclose(gradient, slope[:, None] * np.array([softmax(x) for x in logits]), rtol=1e-4, atol=1e-8)
     np.testing.assert_allclose(nn.z_loss(logits.astype(np.float32)), squares.mean(), rtol=1e-5)
     assert nn.z_loss(logits.astype(np.float32), np.zeros_like(mask)) == 0
 
@@ -272,6 +348,10 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.sigmoid_top_k, (X, 4), {"bias": zeros(16, int)}, "bias must be of dtype float32"),
     (nn.sigmoid_top_k, (X, 4), {"groups": 8, "top_groups": 1}, "top_groups must be .* that they hold top_k = 4 .* 1"),
     (nn.sigmoid_top_k, (X, 4), {"scale": None}, "scale must be a number, got NoneType"),
+    (nn.sigmoid_top_k, (X, 4), {"mask": zeros(4, bool)}, r"mask must have shape \[T\] = \(20,\), got \(4,\)"),
+    (nn.softmax_top_k, (X, 4), {"mask": zeros(TOKENS)}, "mask must be of dtype bool, got float64"),
+    (nn.softmax_top_k, (X, 4), {"ids": zeros((TOKENS, 3), int)}, r"ids must have shape \[T, K\] = \(20, 4\), got"),
+    (nn.sigmoid_top_k, (X, 4), {"ids": X[:, :4]}, "ids must be of an integer dtype, got float32"),
     (nn.within_top_groups, (X, 4, 4, 5), {}, "top_groups must be at most the 4 groups, .* 5"),
     (nn.within_top_groups, (X, 0, 4, 1), {}, "top_k must be at least 1, got 0"),
     (nn.within_top_groups, (X[0], 1, 4, 1), {}, r"scores must have shape \[T, E\], got"),
@@ -283,6 +363,12 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         r"routed\.weights must have shape \[T, K\] = \(20, 4",
     ),
     (nn.round_tokens, (ROUTED, 1, 16), {"multiple": 0}, "multiple must be at least 1, got 0"),
+    (nn.round_tokens, (X, 1, 16), {}, "routed must be a Routed of ids and weights, got float32"),
+    (nn.round_tokens, (ROUTED, 1, 2**31 - 1), {}, r"num_experts must be below 2\*\*30, got 2147483647"),
+    *(
+        (op, given, {"axis_name": "ep"}, "axis_name must be of the jax.shard_map around the call, got 'ep' outside")
+        for op, given in ((nn.round_tokens, (ROUTED, 1, 16)), (nn.z_loss, (X,)), (nn.expert_load, (zeros(3, int), 4)))
+    ),
     (nn.balance_loss, (X, zeros((2, 1), int)), {}, r"expert_ids must be of the 20 tokens of logits, got \(2, 1\)"),
     (nn.balance_loss, (X, ROUTED.expert_ids), {"score": "tanh"}, "score must be one of"),
     (nn.balance_loss, (X, X), {}, "expert_ids must be of an integer dtype, got"),

@@ -140,3 +140,14 @@ def check_axis(op: str, axis_name: Any) -> None:
     axes = axes_of(axis_name) if isinstance(axis_name, str | list | tuple) else ()
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(f"{op}: axis_name must be an axis of the mesh or a tuple of axes, got {describe(axis_name)}")
+
+
+def check_axis_here(op: str, axis_name: Any) -> None:
+    """Raises also where no `jax.shard_map` or `jax.vmap` around the call has the axis."""
+    check_axis(op, axis_name)
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"{op}: axis_name must be of the jax.shard_map around the call, got {axis_name!r} outside of it"
+        ) from None

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import AxisName
+from jax_ep.nn.routers import check_mask, float32_logits, is_expert, shares
 
 Array = jax.Array | np.ndarray
 Score = Literal["softmax", "sigmoid"]
@@ -24,9 +25,9 @@ def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | No
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
     checks.check_int(op, "num_experts", num_experts, below_32_bits=True)
     expert_ids = checks.to_int32(expert_ids)
-    valid = (expert_ids >= 0) & (expert_ids < num_experts)
-    load = jnp.bincount(jnp.where(valid, expert_ids, num_experts).reshape(-1), length=num_experts + 1)[:-1]
-    return _sum(op, load.astype(jnp.int32), axis_name)
+    place = jnp.where(is_expert(expert_ids, num_experts), expert_ids, num_experts)
+    load = jnp.zeros(num_experts, jnp.int32).at[place].add(1, mode="drop")
+    return _sum(op, load, axis_name)
 
 
 def balance_loss(
@@ -41,7 +42,7 @@ def balance_loss(
     Args:
       logits: [T, E].
       expert_ids: [T, K]. Ids outside [0, E) are skipped. A token of which all ids are skipped, as padding, does not
-        count.
+        count, whatever its logits hold.
       score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
@@ -51,13 +52,10 @@ def balance_loss(
     if len(expert_ids) != len(logits):
         raise ValueError(f"{op}: expert_ids must be of the {len(logits)} tokens of logits, got {expert_ids.shape}")
     expert_ids = checks.to_int32(expert_ids)
-    experts, wide = logits.shape[1], logits.astype(jnp.float32)
-    probabilities = jax.nn.softmax(wide, axis=-1)
-    if score == "sigmoid":
-        scores = jax.nn.sigmoid(wide)
-        probabilities = scores / jnp.maximum(scores.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    going = jnp.any((expert_ids >= 0) & (expert_ids < experts), axis=1)
-    mean = _mean(op, probabilities, going, axis_name)
+    experts = logits.shape[1]
+    going = jnp.any(is_expert(expert_ids, experts), axis=1)
+    wide = float32_logits(logits, going)
+    mean = _mean(op, shares(jax.nn.log_sigmoid(wide) if score == "sigmoid" else wide), going, axis_name)
     load = expert_load(expert_ids, experts, axis_name=axis_name).astype(jnp.float32)
     return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * mean)
 
@@ -67,13 +65,12 @@ def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | No
 
     Args:
       logits: [T, E].
-      mask: [T] bool, tokens that count; None: all.
+      mask: [T] bool, tokens that count; None: all. The logits of the others may hold anything.
     """
     op = "z_loss"
     checks.check_array(op, "logits", logits, "[T, E]", np.floating)
-    if mask is not None:
-        checks.check_array(op, "mask", mask, "[T]", bool, shape=logits.shape[:1])
-    squares = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1) ** 2
+    check_mask(op, logits, mask)
+    squares = jax.nn.logsumexp(float32_logits(logits, mask), axis=-1) ** 2
     return _mean(op, squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask), axis_name)
 
 
@@ -92,7 +89,7 @@ def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-
     checks.check_array(op, "load", load, "that of bias", shape=bias.shape)
     checks.check_number(op, "rate", rate)
     load = load.astype(jnp.float32)
-    return bias + (rate * jnp.sign(load.mean() - load)).astype(bias.dtype)
+    return bias + (jnp.asarray(rate, jnp.float32) * jnp.sign(load.mean() - load)).astype(bias.dtype)
 
 
 class LoadStats(NamedTuple):
@@ -137,7 +134,7 @@ def _check_load(op: str, load: Array) -> None:
 def _sum(op: str, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
     if axis_name is None:
         return x
-    checks.check_axis(op, axis_name)
+    checks.check_axis_here(op, axis_name)
     return jax.lax.psum(x, axis_name)
 
 

@@ -4,6 +4,8 @@ Plain functions of logits [T, E] of this rank's tokens, float32 inside; they nee
 
     expert_ids, weights = softmax_top_k(tokens @ router, 8)
     out, stats = jax_ep.moe_mlp(tokens, expert_ids, weights, experts, group=group)
+
+Values that do not count are replaced before a nonlinearity, never after it: there the gradient would be 0 * NaN.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ class Routed(NamedTuple):
 
     Attributes:
       expert_ids: [T, K] int32, different experts, the best first; of equal scores the lower id first. -1 is none.
-      weights: [T, K] float32, differentiable in the logits.
+      weights: [T, K] float32, differentiable in the logits; 0 where the id is no expert.
     """
 
     expert_ids: jax.Array
@@ -39,6 +41,8 @@ def softmax_top_k(
     best_of_group: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    ids: Array | None = None,
+    mask: Array | None = None,
 ) -> Routed:
     """The `top_k` likeliest experts by softmax (Shazeer et al., 2017; Mixtral, Qwen3; with groups, DeepSeek-V2, 2024).
 
@@ -47,12 +51,17 @@ def softmax_top_k(
       groups, top_groups, best_of_group: as for `sigmoid_top_k`; DeepSeek-V2 has a group per device.
       renormalize: the weights are divided by their sum, which is then 1. Otherwise they are the probabilities.
       scale: what the weights are multiplied by in the end.
+      ids: [T, K] integers, chosen earlier: they replace the router's choice (router replay, R3: Ma et al., 2025).
+        Weights and their gradients come from the current logits. -1, for a slot that was not captured, is no expert:
+        its weight is 0, and the others share the sum. Other ids outside [0, E) stay, with weight 0. Where no slot of a
+        token was captured, `jnp.where(ids[:, :1] < 0, softmax_top_k(logits, K).expert_ids, ids)` asks the router.
+      mask: [T] bool, the tokens that count. The others, such as padding, get ids of -1 and weights of 0, whatever
+        their logits hold, and contribute nothing to gradients.
     """
     op = "softmax_top_k"
-    _check_logits(op, logits, top_k)
-    scores = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    chosen_by = _within_top_groups(op, scores, top_k, groups, top_groups, best_of_group)
-    return _take(op, scores, chosen_by, top_k, renormalize, scale)
+    log_scores = jax.nn.log_softmax(_checked_logits(op, logits, top_k, mask), axis=-1)
+    chosen_by = _within_top_groups(op, jnp.exp(log_scores), top_k, groups, top_groups, best_of_group)
+    return _take(op, log_scores, chosen_by, top_k, renormalize, scale, ids, mask)
 
 
 def sigmoid_top_k(
@@ -65,6 +74,8 @@ def sigmoid_top_k(
     best_of_group: int = 2,
     renormalize: bool = True,
     scale: float = 1.0,
+    ids: Array | None = None,
+    mask: Array | None = None,
 ) -> Routed:
     """The `top_k` experts of the highest sigmoid scores (DeepSeek-V3, 2024; with groups=1 also Llama 4).
 
@@ -76,16 +87,16 @@ def sigmoid_top_k(
       best_of_group: a group is as good as the sum of its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2), or
         of all if it has fewer.
       scale: what the weights are multiplied by in the end.
+      ids, mask: as for `softmax_top_k`.
     """
     op = "sigmoid_top_k"
-    _check_logits(op, logits, top_k)
-    scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-    biased = scores
+    log_scores = jax.nn.log_sigmoid(_checked_logits(op, logits, top_k, mask))
+    biased = jnp.exp(log_scores)
     if bias is not None:
         checks.check_array(op, "bias", bias, "[E]", np.float32, shape=logits.shape[1:])
-        biased = scores + bias
+        biased += bias[None]
     chosen_by = _within_top_groups(op, biased, top_k, groups, top_groups, best_of_group)
-    return _take(op, scores, chosen_by, top_k, renormalize, scale)
+    return _take(op, log_scores, chosen_by, top_k, renormalize, scale, ids, mask)
 
 
 def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
@@ -119,14 +130,48 @@ def _within_top_groups(
     return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(tokens, experts)
 
 
-def _take(op: str, scores: jax.Array, chosen_by: jax.Array, top_k: int, renormalize: bool, scale: float) -> Routed:
+def _take(
+    op: str,
+    log_scores: jax.Array,
+    chosen_by: jax.Array,
+    top_k: int,
+    renormalize: bool,
+    scale: float,
+    ids: Array | None,
+    mask: Array | None,
+) -> Routed:
     checks.check_bool(op, "renormalize", renormalize)
     checks.check_number(op, "scale", scale)
-    expert_ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), top_k)[1]
-    weights = jnp.take_along_axis(scores, expert_ids, axis=1)
-    if renormalize:
-        weights = weights / jnp.maximum(weights.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return Routed(expert_ids.astype(jnp.int32), weights * scale)
+    if ids is None:
+        expert_ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), top_k)[1].astype(jnp.int32)
+    else:
+        checks.check_array(op, "ids", ids, "[T, K]", np.integer, shape=(log_scores.shape[0], top_k))
+        expert_ids = checks.to_int32(ids)
+    if mask is not None:
+        expert_ids = jnp.where(mask[:, None], expert_ids, -1)
+    valid = is_expert(expert_ids, log_scores.shape[1])
+    of_chosen = jnp.take_along_axis(log_scores, jnp.where(valid, expert_ids, 0), axis=1)
+    weights = shares(of_chosen, valid) if renormalize else jnp.where(valid, jnp.exp(of_chosen), 0)
+    return Routed(expert_ids, weights * jnp.asarray(scale, jnp.float32))
+
+
+def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:
+    """Which of the ids name an expert: a bool for each."""
+    return (expert_ids >= 0) & (expert_ids < num_experts)
+
+
+def float32_logits(logits: Array, mask: Array | None) -> jax.Array:
+    """The logits [T, E] in float32, zeros for the tokens that `mask` [T] leaves out."""
+    wide = jnp.asarray(logits, jnp.float32)
+    return wide if mask is None else jnp.where(mask[:, None], wide, 0)
+
+
+def shares(log_scores: jax.Array, where: jax.Array | bool = True) -> jax.Array:
+    """Scores [T, N], divided by their sum over N; 0 where `where` is not set, and where all scores are 0.
+
+    Out of logarithms, because a quotient of scores of 1e-20 has no gradient in float32.
+    """
+    return jax.nn.softmax(log_scores, axis=-1, where=where & (log_scores != -jnp.inf))
 
 
 def round_tokens(
@@ -151,7 +196,9 @@ def round_tokens(
     before. `capacity_factor` is a multiple of the even load of all K columns.
 
     Args:
-      routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count.
+      routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count, nor do their
+        weights.
+      num_experts: E, below 2^30.
       multiple: 128 rows are a tile of products in float8. Gradients of matrices take steps of 64 rows, and products in
         16 bits steps of 16.
       renormalize: as for the router: the weights that a token keeps are scaled to the sum that it had before.
@@ -162,30 +209,36 @@ def round_tokens(
       ids [T, K], -1 where an expert does not take the token, and their weights, 0 there; differentiable in the weights.
     """
     op = "round_tokens"
+    if not isinstance(routed, tuple) or len(routed) != 2:
+        raise TypeError(f"{op}: routed must be a Routed of ids and weights, got {checks.describe(routed)}")
     expert_ids, weights = routed
     checks.check_array(op, "routed.expert_ids", expert_ids, "[T, K]", np.integer)
     checks.check_array(op, "routed.weights", weights, "[T, K]", np.floating, shape=expert_ids.shape)
     for name, number in (("top_k", top_k), ("num_experts", num_experts), ("multiple", multiple)):
         checks.check_int(op, name, number, below_32_bits=True)
+    if num_experts >= 2**30:
+        raise ValueError(f"{op}: num_experts must be below 2**30, got {num_experts}")
     if top_k > expert_ids.shape[1]:
         raise ValueError(f"{op}: top_k must be in [1, K = {expert_ids.shape[1]}], got {top_k}")
     checks.check_bool(op, "renormalize", renormalize)
     expert_ids = checks.to_int32(expert_ids)
-    valid = (expert_ids >= 0) & (expert_ids < num_experts)
-    is_candidate = jnp.arange(expert_ids.shape[1]) >= top_k
+    valid = is_expert(expert_ids, num_experts)
+    weights = jnp.where(valid, weights, 0)
+    is_candidate = jax.lax.broadcasted_iota(jnp.int32, expert_ids.shape, 1) >= top_k
     # Each expert has two ranges: of its assignments and of its candidates, the greatest weights first.
-    ranges = jnp.where(valid, 2 * expert_ids + is_candidate, 2 * num_experts)
+    ranges = jnp.where(valid, 2 * expert_ids + is_candidate.astype(jnp.int32), 2 * num_experts)
     order_by = -jax.lax.stop_gradient(weights)
     if axis_name is not None:
-        checks.check_axis(op, axis_name)
+        checks.check_axis_here(op, axis_name)
         ranges, order_by = jax.lax.all_gather((ranges, order_by), axis_name)
     places = jax.lax.iota(jnp.int32, ranges.size)
     ordered, _, order = jax.lax.sort((ranges.ravel(), order_by.ravel(), places), num_keys=2)
     sizes = jnp.bincount(ordered, length=2 * num_experts + 1)
     starts = jnp.cumsum(sizes) - sizes
     count, most = (ends - starts[:-1:2] for ends in (starts[1::2], starts[2::2]))
-    rounded = (count + multiple // 2) // multiple * multiple
-    rounded = jnp.where(rounded > most, count // multiple * multiple, rounded)
+    over = count % multiple
+    rises = (over >= multiple - over) & (multiple - over <= most - count)
+    rounded = count - over + jnp.where(rises, multiple, 0)
     last = jnp.append(starts[:-1:2] + rounded, ranges.size)  # of what is not valid, all stays
     taken = jnp.zeros_like(order, bool).at[order].set(places < last[ordered // 2], unique_indices=True)
     if axis_name is not None:
@@ -198,8 +251,15 @@ def round_tokens(
     return Routed(jnp.where(taken, expert_ids, -1), kept)
 
 
-def _check_logits(op: str, logits: Any, top_k: int) -> None:
+def _checked_logits(op: str, logits: Any, top_k: int, mask: Any) -> jax.Array:
     checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
     checks.check_int(op, "top_k", top_k)
     if top_k > logits.shape[1]:
         raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
+    check_mask(op, logits, mask)
+    return float32_logits(logits, mask)
+
+
+def check_mask(op: str, logits: Array, mask: Any) -> None:
+    if mask is not None:
+        checks.check_array(op, "mask", mask, "[T]", bool, shape=logits.shape[:1])
