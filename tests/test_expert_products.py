@@ -105,13 +105,13 @@ def test_expert_and_weight_of_rows(
 
     def body(tokens: Any, ids: Any, weights: Any) -> Any:
         def of_row(weights: Any) -> Any:
-            out = jax_ep.dispatch(tokens, ids, weights, group=group, **options)
-            return out.routing.weight_of_row(), (out.routing.expert_of_row(), out.routing.row_of)
+            routing = jax_ep.dispatch(tokens, ids, weights, group=group, **options).routing
+            return routing.weight_of_row(), (routing.expert_of_row(), routing.row_mask(), routing.row_of)
 
-        rows, pull, (expert, row_of) = jax.vjp(of_row, weights, has_aux=True)
-        return rows, expert, row_of, pull(helpers.vary(jnp.arange(1.0, len(rows) + 1)))[0]
+        rows, pull, (expert, real, row_of) = jax.vjp(of_row, weights, has_aux=True)
+        return rows, expert, real, row_of, pull(helpers.vary(jnp.arange(1.0, len(rows) + 1)))[0]
 
-    weight, expert, row_of, pulled = helpers.fetch(
+    weight, expert, real, row_of, pulled = helpers.fetch(
         helpers.per_rank(body, group.mesh)(case.tokens, case.ids, model.weights)
     )
     wanted_pull = np.zeros_like(pulled)
@@ -122,6 +122,7 @@ def test_expert_and_weight_of_rows(
                 wanted[row], wanted_pull[at] = model.weights[at], wanted_pull[at] + row + 1
                 assert expert[rank, row] == case.ids[at] - rank * local
         np.testing.assert_array_equal(weight[rank], wanted)
+        np.testing.assert_array_equal(real[rank], wanted != 0)
         counts = [(case.ids == rank * local + e).sum() for e in range(local)]
         sizes = [-(-count // alignment) * alignment for count in counts]
         sizes.append(len(expert[rank]) - sum(sizes))

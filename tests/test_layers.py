@@ -28,9 +28,11 @@ from layer_cases import (
     TOP_K,
     WIDTH,
     Body,
+    assert_near,
     assert_same_bits,
     chain,
     draw,
+    everything,
     layer_of,
     with_gradient,
     zipf,
@@ -127,6 +129,48 @@ def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generato
         behind |= dict.fromkeys(equation.outvars, made_of)
     assert dense_products == 3
     assert behind[mapped.outvars[0]] == {"exchange", "shared"}
+
+
+@pytest.mark.parametrize("form", ["moe_mlp", "rows of a dispatch", "rows that hold an assignment"])
+def test_padding_and_an_infinite_slope(
+    form: str, implementation: Implementation, group: Group, rng: np.random.Generator
+) -> None:
+    """Padding tokens hold NaN, and at padding rows the unit has an infinite slope: neither is in a gradient, also of
+    what the unit closes over, if the rows of a dispatch are masked before the unit."""
+    how: Any = {"group": group, "implementation": implementation}
+
+    def unit(gate: jax.Array, up: jax.Array, factor: Any = 1) -> jax.Array:
+        return jnp.sqrt(jnp.abs(factor * gate)) * up
+
+    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, factor: jax.Array) -> jax.Array:
+        if form == "moe_mlp":
+            activation = Gated(lambda gate, up: unit(gate, up, factor))
+            return layer_of(group, implementation, activation)(tokens, ids, weights, gate, up, down)
+        rows, sizes, routing = dispatch(tokens, ids, weights, num_experts=EXPERTS, alignment=16, **how)
+        multiply = jax.lax.ragged_dot if implementation == "xla" else lax.ragged_dot
+        products = multiply(rows, gate, sizes)
+        if form == "rows that hold an assignment":
+            products = jnp.where(routing.row_mask()[:, None], products, 1)
+        inner = unit(products, multiply(rows, up, sizes), factor)
+        return combine(multiply(inner, down, sizes), routing, **how)
+
+    def both(model: Layer, ids: jax.Array, cotangent: jax.Array, factor: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda m, *factor: layer(m.tokens, ids, *m[1:], *factor), model, factor)
+        return out, *pull(cotangent)
+
+    model, case, cotangent = draw(rng, np.float32)
+    everything(case, rng)
+    goes = ((case.ids >= 0) & (case.ids < EXPERTS)).any(axis=2, keepdims=True)
+    given = model._replace(tokens=np.where(goes, model.tokens, np.float32(np.nan)))
+    program = helpers.per_rank(both, group.mesh)
+    out, gradient, by_factor = helpers.fetch(program(given, case.ids, cotangent, np.ones(SIZE, np.float32)))
+    wanted, wanted_gradient = moe_oracle.gated_experts(model, case.ids, cotangent, unit=unit)
+    assert_near(out, wanted, 1e-5)
+    if form == "rows of a dispatch":
+        assert np.isnan(gradient.gate).any()
+    else:
+        assert_near(gradient, wanted_gradient, 1e-4)
+        assert_near(by_factor.sum(), np.sum(wanted * cotangent) / 2, 1e-4)  # sums grow as the root of the factor
 
 
 def test_stats(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:

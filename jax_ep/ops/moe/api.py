@@ -111,7 +111,9 @@ def dispatch(
       capacity_factor: instead of `capacity`: C as a multiple of the even load, which is T * K rows; rounded up to a
         multiple of `alignment` and limited to the default.
       alignment: every expert's segment is padded with zero rows to a multiple of this number. The assignments of all
-        ranks and the padding must be fewer than 2^31.
+        ranks and the padding must be fewer than 2^31. The cotangent of a padding row is 0, but a function with an
+        infinite slope at 0, such as a square root, makes it 0 * inf = NaN, and gradients of matrices add it up. Give
+        such a function of x [C, F] `jnp.where(routing.row_mask()[:, None], x, 1)`, where its slope at 1 is finite.
       wire: None, or one of two float8 formats; both need H to be a multiple of 128. "float8": rows travel as
         float8_e4m3fn with one float32 scale per 128 values, and arrive in the dtype of `tokens`; gradients pass
         straight through the rounding. "float8_rows": rows arrive as `Float8Rows`, for a product in float8, and have no

@@ -127,9 +127,18 @@ def plain_answers(
     first_biases, down_bias = product_biases(experts)
     first = zip(experts.first_matrices, first_biases, strict=True)
     products = tuple(with_bias(multiply(rows, matrix, sizes), bias, sizes) for matrix, bias in first)
-    inner = call.unit(checkpoint_name(products, PRODUCTS), parameters).astype(rows.dtype)
+    inner = _unit_of_rows(call, routing, checkpoint_name(products, PRODUCTS), parameters).astype(rows.dtype)
     answers = checkpoint_name(multiply(inner, experts.down, sizes), PRODUCTS).astype(rows.dtype)
     return with_bias(answers, down_bias, sizes), routing
+
+
+def _unit_of_rows(call: ExpertsCall, routing: Routing, products: Products, parameters: tuple[jax.Array, ...]) -> Any:
+    """The unit of the products. A function of the user's gets 1 in rows without an assignment, because its slope at 0
+    may be infinite, and gradients of what it closed over add up all rows."""
+    if call.unit.known is None:
+        mask = routing.row_mask()[:, None]
+        products = tuple(jnp.where(mask, each, jnp.ones((), each.dtype)) for each in products)
+    return call.unit(products, parameters)
 
 
 def stats_of(routing: Routing) -> MoeStats:
@@ -216,7 +225,8 @@ def _up_and_gate(
             with_bias(multiply(rows, matrix, sizes), bias, sizes)
             for matrix, bias in zip(operands[:split], added, strict=True)
         )
-        return call.unit(products, residuals.parameters), products if keep_products else ()
+        inner = _unit_of_rows(call, residuals.routing, products, residuals.parameters)
+        return inner, products if keep_products else ()
 
     def composed_to_float8(*operands: Any) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
@@ -310,8 +320,8 @@ def _unit_cotangents(
 ) -> tuple[jax.Array, Products, jax.Array, Any]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, and of the
     unit's parameters."""
-    _, sizes, _, products, experts, parameters = residuals
-    inner, pull = jax.vjp(call.unit, products, parameters)
+    _, sizes, routing, products, experts, parameters = residuals
+    inner, pull = jax.vjp(partial(_unit_of_rows, call, routing), products, parameters)
     back = matmul.lhs_gradient(d_answers, as_array(experts.down, dtype), sizes)
     d_products, d_parameters = pull(weighed(back, row_weights))
     return weighed(inner, row_weights), d_products, inner_products(back, inner), d_parameters

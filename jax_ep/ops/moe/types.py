@@ -164,6 +164,10 @@ class Routing:
         """[C] float32: the weight of each row of the products, 0 without an assignment. Differentiable."""
         return self.by_row(self.weights, 0)
 
+    def row_mask(self) -> jax.Array:
+        """[C] bool: the rows of the products that hold an assignment; not padding, nor rows after the last expert's."""
+        return self.by_row(self.row_of >= 0, False)
+
     def by_row(self, values: jax.Array, nothing: Any) -> jax.Array:
         """[C]: for each row of this rank the value of its assignment, of `values` [R, T, K]; else `nothing`."""
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)

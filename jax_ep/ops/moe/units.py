@@ -22,7 +22,7 @@ NO_BIASES: Biases = (None, None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """An activation of two arguments: `function(gate, up)` of the products, elementwise, function(0, 0) finite."""
+    """An activation of two arguments: `function(gate, up)` of the products, elementwise, smooth at (1, 1)."""
 
     function: Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -43,8 +43,9 @@ class Experts:
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
         None; added to the products.
       activation: static. "silu", "gelu" (by tanh) or "relu", for the functions of `jax.nn`; an elementwise function
-        with activation(0) finite; or, of both products, `ClampedSwiglu()`, its name "clamped_swiglu", or
-        `Gated(function)`. Functions are compared by identity: define yours once, or `jax.jit` compiles again.
+        that is smooth at 1, which it gets in rows without a token; or, of both products, `ClampedSwiglu()`, its name
+        "clamped_swiglu", or `Gated(function)`. Functions are compared by identity: define yours once, or `jax.jit`
+        compiles again.
     """
 
     gate: Any
