@@ -173,6 +173,38 @@ def test_padding_and_an_infinite_slope(
         assert_near(by_factor.sum(), np.sum(wanted * cotangent) / 2, 1e-4)  # sums grow as the root of the factor
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"on_overflow": "drop", "capacity": ROWS // 2},
+        {"wire": "float8"},
+        {"precision": "float8"},
+        {"weigh_inputs": True},
+        {"shared_tokens": True},
+    ],
+    ids=str,
+)
+def test_without_implicit_promotion(
+    options: dict[str, Any], implementation: Implementation, group: Group, rng: np.random.Generator
+) -> None:
+    """Layers with biases and a shared expert, where JAX refuses operands of different ranks or dtypes."""
+    model, case, _ = draw(rng, np.float32, hidden=128, width=128)
+    square = jnp.ones((128, 128))
+    shared = Experts(gate=square, up=square, down=square, biases=(jnp.ones(128), jnp.ones(128), jnp.ones(128)))
+
+    def loss(model: Layer, ids: jax.Array) -> jax.Array:
+        biases = model.gate[:, 0], model.up[:, 0], model.down[:, 0]
+        how: Any = {"shared_experts": shared, "implementation": implementation} | options
+        tokens, weights, ids = jax.lax.psum((model.tokens, model.weights, ids), "ep") if shares else (*model[:2], ids)
+        experts = Experts(gate=model.gate, up=model.up, down=model.down, biases=biases)
+        return moe_mlp(tokens, ids, weights, experts, group=group, **how)[0].sum()
+
+    shares = "shared_tokens" in options
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(helpers.per_rank(jax.grad(loss), group.mesh), model, case.ids)
+
+
 def test_stats(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
     capacity = 8
     layer, case, _ = draw(rng, np.float32)

@@ -342,7 +342,7 @@ def _down_bias_cotangents(
     tokens, expert_of_row = d_answers.matrix, expert_of_rows(sizes, row_weights.shape[0])
     expert = of_assignments(expert_of_row, routing)[0]
     weight = of_assignments(row_weights, routing)[0]
-    is_expert = expert[:, :, None] == jnp.arange(bias.shape[0], dtype=expert.dtype)
+    is_expert = expert[:, :, None] == jnp.arange(bias.shape[0], dtype=expert.dtype)[None, None]
     weights = jnp.sum(jnp.where(is_expert, weight[:, :, None], 0), axis=1)
     d_bias = sum(product("te,th->eh", part, tokens) for part in _summands(weights, bias.dtype))
     by_weight = product("th,eh->te", tokens, bias).at[d_answers.indices, expert_of_row].get(mode="clip")

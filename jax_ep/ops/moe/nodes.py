@@ -66,7 +66,8 @@ def internode_combine(group: Group, expert_outputs: jax.Array, routing: NodeRout
 def _ids_of_nodes(expert_ids: jax.Array, nodes: int, experts: int) -> jax.Array:
     """[N, T, K]: for each node the ids relative to the node's first expert, and -1 for experts of other nodes."""
     first = experts * jnp.arange(nodes, dtype=expert_ids.dtype)[:, None, None]
-    return jnp.where((expert_ids >= first) & (expert_ids < first + experts), expert_ids - first, -1)
+    relative = expert_ids[None] - first
+    return jnp.where((relative >= 0) & (relative < experts), relative, -1)
 
 
 def _tokens_to_send(of_nodes: jax.Array, node_capacity: int) -> tuple[jax.Array, jax.Array]:

@@ -24,13 +24,14 @@ def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
     A member gets what it asks for, up to the highest common level that fits. The rest goes, one each, to the first
     members that ask for more.
     """
-    ascending, room = jnp.sort(demand), jnp.asarray(room, jnp.int32)[..., None]
+    ascending, room = jnp.sort(demand), jnp.broadcast_to(jnp.asarray(room, jnp.int32), demand.shape[:-1])[..., None]
     before = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
-    others = jnp.arange(demand.shape[-1], 0, -1, dtype=jnp.int32)  # if all before get what they ask for
+    # The members that are left, if all before get what they ask for.
+    others = demand.shape[-1] - jax.lax.broadcasted_iota(jnp.int32, demand.shape, demand.ndim - 1)
     level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
     quotas, more = jnp.minimum(demand, level), demand > level
     left = room - quotas.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    return quotas + (more & (jnp.cumsum(more, axis=-1) <= left))
+    return quotas + (more & (jnp.cumsum(more, axis=-1) <= left)).astype(jnp.int32)
 
 
 def rows_of_experts(demand: jax.Array, alignment: int, capacity: int) -> jax.Array:
@@ -46,6 +47,6 @@ def rows_of_sources(demand: jax.Array, kept: jax.Array, first: jax.Array | int) 
     """
     ranks, experts = demand.shape
     begin = (first + jnp.arange(experts, dtype=jnp.int32))[:, None]
-    turns = jnp.arange(ranks, dtype=jnp.int32)
+    turns = jnp.arange(ranks, dtype=jnp.int32)[None]
     in_turn = jnp.take_along_axis(demand.T, (begin + turns) % ranks, axis=1)
     return jnp.take_along_axis(fair_quotas(in_turn, kept), (turns - begin) % ranks, axis=1).T

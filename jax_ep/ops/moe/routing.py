@@ -45,7 +45,7 @@ def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: j
         kept = rows_of_sources(counts, rows, first_expert)
     rows = kept.sum(axis=0, dtype=jnp.int32)
     padded, ends, sizes = segments(rows.reshape(config.size, local), config.alignment, config.capacity)
-    row_ends = (ends - padded).reshape(-1) + jnp.cumsum(kept, axis=0)  # of each source, [S, E]
+    row_ends = (ends - padded).reshape(1, -1) + jnp.cumsum(kept, axis=0)  # of each source, [S, E]
 
     at = source, jnp.minimum(expert, experts - 1)
     row = position + (row_ends - kept - jnp.cumsum(counts, axis=0) + counts)[at]
@@ -72,8 +72,8 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     blocks = -(-width // _BLOCK)
     padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts).reshape(-1, _BLOCK)
     same = padded[:, :, None] == padded[:, None, :]
-    earlier = (same & jnp.tri(_BLOCK, k=-1, dtype=bool)).sum(axis=2, dtype=jnp.int32)
-    each = jnp.arange(experts, dtype=expert.dtype)[:, None]
+    earlier = (same & jnp.tri(_BLOCK, k=-1, dtype=bool)[None]).sum(axis=2, dtype=jnp.int32)
+    each = jnp.arange(experts, dtype=expert.dtype)[None, :, None]
     of_block = (padded[:, None, :] == each).sum(axis=2, dtype=jnp.int32)
     ends = jnp.cumsum(of_block, axis=0)
     before = jnp.take_along_axis(ends - of_block, jnp.minimum(padded, experts - 1), axis=1)

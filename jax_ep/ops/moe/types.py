@@ -178,7 +178,7 @@ class Routing:
         ranks, tokens, top_k = self.row_of.shape
         slots = jnp.arange(ranks * tokens, dtype=jnp.int32).reshape(ranks, tokens, 1)
         owner = jnp.where(self.targets >= 0, self.targets // self.config.capacity, -1)
-        earlier = (owner[:, :, None] == owner[:, None, :]) & np.tri(top_k, k=-1, dtype=bool)
+        earlier = (owner[:, :, None] == owner[:, None, :]) & np.tri(top_k, k=-1, dtype=bool)[None]
         first = (owner >= 0) & ~earlier.any(axis=2)
         here = self.row_of >= 0
         return dataclasses.replace(

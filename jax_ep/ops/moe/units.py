@@ -168,7 +168,7 @@ def closed_over(unit: Unit, product: jax.ShapeDtypeStruct) -> tuple[Unit, tuple[
 def with_bias(product: jax.Array, bias: jax.Array | None, group_sizes: jax.Array | None = None) -> jax.Array:
     """Each row [C, N] plus the bias [E / R, N] of its expert; without `group_sizes`, plus the one bias [N]."""
     if bias is None or group_sizes is None:
-        return product if bias is None else product + bias
+        return product if bias is None else product + bias[None]
     return product + bias_of_rows(bias, group_sizes, product.shape[0])
 
 
