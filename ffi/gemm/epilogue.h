@@ -136,6 +136,13 @@ struct StoreTile {
     const bool whole = row + kOutRows <= tile.row_end;
     if (row >= tile.row_end) return;
     char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
+    uint32_t biases[kBlockN / 8];  // of two columns each
+    bool biased = false;
+    if constexpr (sizeof(Out) == 2 &&
+                  kBlockN != 192) {  // tiles of 192 columns have no registers left, and no groups of rows
+      biased = bias != nullptr && tile.group < problem.groups;
+      if (biased) read_biases<kBlockN>(biases, problem, tile, lane);
+    }
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       const int col = tile.out_col + piece * kColumns;
@@ -143,9 +150,11 @@ struct StoreTile {
       if (col < problem.n) {
         if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
         __syncwarp();
-        if (bias != nullptr && tile.group < problem.groups) {
+        if (biased) {
           float sums[kColumns / 2];
-          add_bias(sums, d + piece * kColumns / 2, problem, tile.group, col, lane);
+#pragma unroll
+          for (int i = 0; i < kColumns / 2; ++i)
+            sums[i] = d[piece * kColumns / 2 + i] + bias_of(biases[piece * kColumns / 8 + i / 4], i % 2);
           columns_to_shared<Out>(buffer, sums, lane);
         } else {
           columns_to_shared<Out>(buffer, d + piece * kColumns / 2, lane);
@@ -163,16 +172,19 @@ struct StoreTile {
   }
 
  private:
-  // A piece's sums and the biases of its columns. Of each 8 columns, a thread has two.
-  template <int kCount>
-  JAX_EP_FN void add_bias(float (&sums)[kCount], const float* d, const Problem& problem, int group, int col,
-                          int lane) const {
-    const Out* const of_group = bias + int64_t{group} * problem.n;
+  // The biases of the columns whose sums a thread has: two of each 8. n is a multiple of 8.
+  template <int kBlockN>
+  JAX_EP_FN void read_biases(uint32_t (&biases)[kBlockN / 8], const Problem& problem, const Tile& tile,
+                             int lane) const {
+    const Out* const of_group = bias + int64_t{tile.group} * problem.n;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = col + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      sums[i] = d[i] + (column < problem.n ? static_cast<float>(of_group[column]) : 0);
+    for (int eight = 0; eight < kBlockN / 8; ++eight) {
+      const int column = tile.out_col + eight * 8 + lane % 4 * 2;
+      biases[eight] = column < problem.n ? *reinterpret_cast<const uint32_t*>(of_group + column) : 0;
     }
+  }
+  JAX_EP_FN static float bias_of(const uint32_t& both, int column) {
+    return static_cast<float>(reinterpret_cast<const Out*>(&both)[column]);
   }
 };
 
@@ -273,45 +285,70 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   }
 }
 
-// Adds the biases of the group to a thread's sums, whose operands are swapped: the sums are those of two of the
-// warpgroup's 64 columns, which begin with `col`. The biases of columns from `col_end` on are not read.
-//
-// Args:
-//   bias: [groups, columns], or null. The bias of column i of the product is that of column `first` + i.
-template <class T, int kCount>
-JAX_EP_FN void add_bias(float (&d)[kCount], const void* bias, const Problem& problem, const RowTile& tile, int columns,
-                        int first, int col, int col_end, int warp, int lane) {
-  if (bias == nullptr || tile.group >= problem.groups) return;
-  const T* const of_group = static_cast<const T*>(bias) + int64_t{tile.group} * columns + first;
+// The biases of the two columns whose sums a thread has, of a warpgroup's 64 columns, if the operands are swapped. They
+// are read before the sums are made, so that store() does not wait for them.
+struct ColumnBiases {
+  float values[2];
+  bool any = false;
+
+  // The 64 columns begin with `col`. Biases of columns from `col_end` on are not read.
+  //
+  // Args:
+  //   bias: [groups, columns], or null. The bias of column i of the product is that of column `first` + i.
+  template <class T>
+  JAX_EP_FN void read(const void* bias, const Problem& problem, const RowTile& tile, int columns, int first, int col,
+                      int col_end, int warp, int lane) {
+    any = bias != nullptr && tile.group < problem.groups;
+    if (!any) return;
+    const T* const of_group = static_cast<const T*>(bias) + int64_t{tile.group} * columns + first;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int column = col + warp % kWarpgroup * 16 + half * 8 + lane / 4;
-    const float added = column < col_end ? static_cast<float>(of_group[column]) : 0;
-#pragma unroll
-    for (int i = 2 * half; i < kCount; i += 4) d[i] += added, d[i + 1] += added;
+    for (int half = 0; half < 2; ++half) {
+      const int column = col + warp % kWarpgroup * 16 + half * 8 + lane / 4;
+      values[half] = column < col_end ? static_cast<float>(of_group[column]) : 0;
+    }
   }
-}
+  template <int kCount>
+  JAX_EP_FN void add(float (&d)[kCount]) const {
+    if (!any) return;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) d[i] += values[i / 2 % 2];
+  }
+};
 
 template <class Out>
 struct StoreSwapped {
   const CUtensorMap& map;
   void* out;
   const void* bias;
+  mutable ColumnBiases biases[2];  // of each slab
 
   JAX_EP_FN StoreSwapped(const Maps& maps, const GroupedMatmul& product)
       : map(maps.result), out(product.result), bias(product.bias) {}
 
   // A warpgroup has 64 columns in each slab.
+  template <int kSlabs>
+  JAX_EP_FN void begin(const Problem& problem, const RowTile& tile, int warp, int lane) const {
+    if constexpr (sizeof(Out) == 2)
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab)
+        biases[slab].read<Out>(bias, problem, tile, problem.n, 0, first_column<kSlabs>(tile, slab, warp), problem.n,
+                               warp, lane);
+  }
   template <int kSlabs, int kCount, class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[kSlabs][kCount], Memory& shared,
                        int& stored, int warp, int lane) const {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-      const int col = tile.col + (warp / kWarpgroup * kSlabs + slab) * kSlice;
-      if constexpr (sizeof(Out) == 2)
-        add_bias<Out>(d[slab], bias, problem, tile, problem.n, 0, col, problem.n, warp, lane);
-      store_columns<Out, 2 * kCount>(map, out, problem.n, col, problem.n, tile, d[slab], shared, stored, warp, lane);
+      if constexpr (sizeof(Out) == 2) biases[slab].add(d[slab]);
+      store_columns<Out, 2 * kCount>(map, out, problem.n, first_column<kSlabs>(tile, slab, warp), problem.n, tile,
+                                     d[slab], shared, stored, warp, lane);
     }
+  }
+
+ private:
+  template <int kSlabs>
+  JAX_EP_FN static int first_column(const RowTile& tile, int slab, int warp) {
+    return tile.col + (warp / kWarpgroup * kSlabs + slab) * kSlice;
   }
 };
 

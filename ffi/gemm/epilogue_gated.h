@@ -16,17 +16,28 @@ struct StoreGated {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   const Maps& maps;
   const GroupedMatmul& product;
+  mutable ColumnBiases gate_biases, up_biases;
 
   JAX_EP_FN StoreGated(const Maps& maps, const GroupedMatmul& product) : maps(maps), product(product) {}
+
+  // With one slab a warpgroup has gate or up; with two it has 64 columns of both.
+  template <int kSlabs>
+  JAX_EP_FN void begin(const Problem& problem, const RowTile& tile, int warp, int lane) const {
+    const int warpgroup = warp / kWarpgroup, col = tile.col + (kSlabs == 1 ? 0 : warpgroup * kSlice);
+    if (kSlabs == 2 || warpgroup == 0)
+      gate_biases.read<T>(product.bias, problem, tile, product.columns, 0, col, problem.n, warp, lane);
+    if (kSlabs == 2 || warpgroup == 1)
+      up_biases.read<T>(product.second_bias, problem, tile, product.columns, product.second_column(), col, problem.n,
+                        warp, lane);
+  }
 
   // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous piece. So
   // after the meeting the other buffer is free.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[1][kMaxRows / 2], Memory& shared,
                        int& stored, int warp, int lane) const {
-    const bool keeps = product.keeps_products, is_up = warp >= kWarpgroup;
-    add_bias<T>(d[0], is_up ? product.second_bias : product.bias, problem, tile, product.columns,
-                is_up ? product.second_column() : 0, tile.col, problem.n, warp, lane);
+    const bool keeps = product.keeps_products;
+    (warp < kWarpgroup ? gate_biases : up_biases).add(d[0]);
     const int row_end = smaller(tile.row_end, tile.row + tile.rows);
 #pragma unroll
     for (int piece = 0; piece < kRowSlices; ++piece) {
@@ -60,8 +71,8 @@ struct StoreGated {
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[2][kMaxGathered / 2], Memory& shared,
                        int& stored, int warp, int lane) const {
     const int col = tile.col + warp / kWarpgroup * kSlice, up = product.second_column();
-    add_bias<T>(d[0], product.bias, problem, tile, product.columns, 0, col, problem.n, warp, lane);
-    add_bias<T>(d[1], product.second_bias, problem, tile, product.columns, up, col, problem.n, warp, lane);
+    gate_biases.add(d[0]);
+    up_biases.add(d[1]);
     if (product.keeps_products) {
       store_columns<T, kMaxGathered>(maps.first_product, product.first_product, product.columns, col, problem.n, tile,
                                      d[0], shared, stored, warp, lane);

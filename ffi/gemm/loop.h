@@ -18,7 +18,7 @@
 //   store()           hands the sums to the epilogue; `stored` is a counter of its own (epilogue.h)
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
-// An Epilogue has store(), in the form that the Mainloop calls (epilogue.h).
+// An Epilogue has store(), in the form that the Mainloop calls (epilogue.h), and may have begin() (kBegins).
 // Sources and epilogues of grouped_matmul_kernel are constructed from (maps, product).
 //
 // Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
@@ -79,6 +79,13 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
   producer_tail(shared, at);
 }
 
+// Whether an epilogue has begin(), which runs before a tile with swapped operands is multiplied: it reads what store()
+// needs besides the sums.
+template <class Epilogue, class Mainloop, class = void>
+constexpr bool kBegins = false;
+template <class Epilogue, class Mainloop>
+constexpr bool kBegins<Epilogue, Mainloop, std::void_t<decltype(&Epilogue::template begin<Mainloop::kSlabs>)>> = true;
+
 // A consumer warp: multiplies and stores all tiles of a CTA, or, if the warpgroups ping-pong, every second tile.
 template <class Mainloop, class Memory, class Epilogue, class Hooks>
 __device__ void consume(Memory& shared, const typename Mainloop::Source& source, const Epilogue& epilogue,
@@ -98,6 +105,7 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
     await_turn<kPingPong>(shared, taken / 2, warpgroup);
     if (Mainloop::has_work(source, problem, tile, warpgroup)) {
       typename Mainloop::Accumulators sums;
+      if constexpr (kBegins<Epilogue, Mainloop>) epilogue.template begin<Mainloop::kSlabs>(problem, tile, warp, lane);
       Mainloop::accumulate(sums, shared, source, problem, tile, at, warp, lane);
       Mainloop::store(epilogue, sums, shared, problem, tile, stored, warp, lane);
     } else {
