@@ -30,7 +30,6 @@ from jax_ep.version import __version__
 ROOT = Path(__file__).resolve().parents[1]
 STAMPS = ROOT / "benchmarks" / "results" / "gpu_tests.json"  # by what they ran on: the last one of each
 PAGE = ROOT / "docs" / "versions.md"
-WORKERS = 4  # conftest.py: few processes share a GPU
 
 # First what runs on GPUs alone, then the kernels, then all else that time is left for.
 FIRST = ("cuda", "ragged_dot", "pallas_kernels", "gated_product")
@@ -38,10 +37,10 @@ FIRST += ("dispatch", "combine", "shared_tokens", "matrix")
 ON_HOSTS = ("benchmarks", "guide", "house", "package")  # no kernel of a GPU runs in these
 
 
-def run_tests(seconds: float) -> dict[str, Any]:
+def run_tests(seconds: float, workers: int) -> dict[str, Any]:
     first = [f"tests/test_{name}.py" for name in FIRST if (ROOT / f"tests/test_{name}.py").exists()]
     ignored = [f"--ignore=tests/test_{name}.py" for name in ON_HOSTS]
-    xdist = ["-n", str(WORKERS), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
+    xdist = ["-n", str(workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = [
@@ -136,6 +135,7 @@ def with_stamps(page: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20, help="how long tests and random programs may take")
+    parser.add_argument("--workers", type=int, default=4, help="processes that share the GPUs; one GPU serves a dozen")
     parser.add_argument("--commit", help="of these sources, where there is no .git")
     parser.add_argument("--out", type=Path, default=STAMPS, help="the file of stamps")
     parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")), help="of the fuzzer")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
         | {"jax_ep": __version__, "python": platform.python_version()},
         "minutes": options.minutes,
-        "tests": run_tests(36 * options.minutes),
+        "tests": run_tests(36 * options.minutes, options.workers),
     }
     for of in ("layers", "ops"):
         stamp[f"fuzz of {of}"] = run_fuzz(of, 12 * options.minutes, options.seed)
