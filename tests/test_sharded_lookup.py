@@ -64,7 +64,7 @@ def test_rows_come_home(implementation: Implementation, group: Group, rng: np.ra
     by_table = jax.grad(lambda t: loss(both(t, ids), weights))(table)
     np.testing.assert_allclose(by_table, jax.grad(lambda t: loss(dense_rows(t, ids), weights))(table), atol=1e-5)
 
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         far = np.where(np.arange(SIZE * N) % 3, np.arange(SIZE * N) % V, 2**32 + 1)
         low = on_ranks(group, find, IDS_SPEC, IDS_SPEC)(table.astype(jnp.bfloat16), far)
     expected = np.where((far < V)[:, None], table.astype(jnp.bfloat16)[far % V], 0)

@@ -89,7 +89,8 @@ def test_widths_and_dtypes(width: int, dtype: Any, way: Way, rng: np.random.Gene
 def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Generator) -> None:
     """Rounded once, over nodes too: sums between nodes are float32. The capacity is no multiple of the ranks."""
     ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.out_of_range(rng, 4, 20, ROWS)], axis=1)
-    way.check(ids, cases.draw_values(rng, ids, 12, dtype), capacity=181, op=op, sharded=sharded)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        way.check(ids, cases.draw_values(rng, ids, 12, dtype), capacity=181, op=op, sharded=sharded)
 
 
 @pytest.mark.matrix(1)

@@ -261,7 +261,9 @@ def test_strict_promotion() -> None:
         for optimizer in (embedding.rowwise_adagrad(np.float64(0.1)), embedding.by_rows(optax.sgd(0.1))):
             updates, _ = optimizer.update(total, optimizer.init(table), table)
             table = embedding.apply_updates(table, updates)
+        stacked = embedding.stacked_ids(IDS, np.int64(V))
         bags = embedding.bag(embedding.lookup(table, IDS), IDS, combiner="mean", bag_of=IDS, num_bags=V)
         dense = total.todense()
+    np.testing.assert_array_equal(stacked, [3, 1, 3, -1, -1])
     np.testing.assert_allclose(dense, 3 * ROWS.todense(), rtol=0.01)
     np.testing.assert_allclose(bags[3], helpers.wide(table)[3], rtol=0.01)

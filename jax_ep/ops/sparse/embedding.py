@@ -136,7 +136,7 @@ def _entries_at_owners(op: str, ids: jax.Array, height: int, group: Group, optio
     given: dict[str, Any] = {"group": group, "implementation": options["implementation"]}
     sent = dispatch(halves, owner[:, None], num_experts=group.size, **given | options)
     received = jnp.nan_to_num(sent.rows).astype(jnp.int32)
-    present = jnp.arange(len(received)) < sent.group_sizes[0]
+    present = jnp.arange(len(received), dtype=jnp.int32) < sent.group_sizes[0]
     indices = jnp.where(present, received[:, 0] * _HALF + received[:, 1], height)
     failed = jnp.where(jnp.isnan(sent.rows[:, :1]), jnp.nan, 0)  # so that rows are NaN where no id was delivered
 
@@ -250,7 +250,8 @@ def stacked_ids(ids: T, num_rows: Tree) -> T:
     heights, structure = jax.tree.flatten(num_rows)
     for height in heights:
         checks.check_int(op, "num_rows", height)
-    checks.check_int(op, "the sum of num_rows", sum(map(int, heights)), below_32_bits=True)
+    heights = [int(height) for height in heights]  # of Python: those of numpy have a dtype
+    checks.check_int(op, "the sum of num_rows", sum(heights), below_32_bits=True)
     below, stacked = 0, []
     for height, its_ids in zip(heights, structure.flatten_up_to(ids), strict=True):
         for x in jax.tree.leaves(its_ids):
