@@ -294,7 +294,8 @@ def test_weights_of_float8_arrays(group: Group, rng: np.random.Generator) -> Non
     matrices = rng.standard_normal((group.size, 2, 128, 128)).astype(np.float32)
     rhs = quantize_weights(matrices[0])
     wanted = float8.ragged_dot(lhs, rhs, sizes)
-    for values in (rhs.values, np.asarray(rhs.values)):
+    different: list[Any] = [rhs.values, np.asarray(rhs.values)]
+    for values in different:
         given = Float8Weights(values, rhs.scales)
         np.testing.assert_array_equal(given.bits, rhs.bits, strict=True)
         np.testing.assert_array_equal(float8.ragged_dot(lhs, given, sizes), wanted)

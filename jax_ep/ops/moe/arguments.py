@@ -159,8 +159,8 @@ def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
 
 def _node_capacity(group: Group, expert_ids: jax.Array, num_experts: int) -> int | None:
     """The tokens that a rank can send to each node; None if every node gets all."""
-    capacity = group.node_options.capacity
-    return group.node_plan(*expert_ids.shape, num_experts).capacity if capacity == "auto" else capacity
+    capacity, (num_tokens, top_k) = group.node_options.capacity, expert_ids.shape
+    return group.node_plan(num_tokens, top_k, num_experts).capacity if capacity == "auto" else capacity
 
 
 def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:

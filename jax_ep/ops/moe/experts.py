@@ -193,6 +193,7 @@ def answers_of(
     call: ExpertsCall, residuals: Residuals, dtype: Any, *, keep_products: bool
 ) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
+    inner: Any
     inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
     multiply: Any = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
     down, sizes, (_, bias) = residuals.experts.down, residuals.sizes, product_biases(residuals.experts)
@@ -344,9 +345,9 @@ def _down_bias_cotangents(
     weight = of_assignments(row_weights, routing)[0]
     is_expert = expert[:, :, None] == jnp.arange(bias.shape[0], dtype=expert.dtype)[None, None]
     weights = jnp.sum(jnp.where(is_expert, weight[:, :, None], 0), axis=1)
-    d_bias = sum(product("te,th->eh", part, tokens) for part in _summands(weights, bias.dtype))
+    high, low = (product("te,th->eh", part, tokens) for part in _summands(weights, bias.dtype))
     by_weight = product("th,eh->te", tokens, bias).at[d_answers.indices, expert_of_row].get(mode="clip")
-    return d_bias.astype(bias.dtype), by_weight
+    return (high + low).astype(bias.dtype), by_weight
 
 
 def _summands(weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

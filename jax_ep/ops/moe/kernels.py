@@ -31,7 +31,8 @@ def ffi_dispatch(
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
     leaves: dict[str, Any] = {leaf.name: called.get(leaf.name) for leaf in dataclasses.fields(Routing)}
-    routing = Routing(**leaves | {"config": config})
+    leaves["config"] = config
+    routing = Routing(**leaves)
     if config.expand:
         return Dispatched(rows, called["group_sizes"], routing)
     return Unexpanded(rows, called["group_sizes"], routing, called["indices"])
