@@ -232,6 +232,8 @@ WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     ),
     (dot, (PLAIN, WEIGHTS), TypeError, r"lhs must be Float8Rows .*, got float32\[4,256\]"),
     (dot, (ROWS, PLAIN), TypeError, r"rhs must be Float8Weights"),
+    (ragged_dot, (PLAIN, [1.0], SIZES), TypeError, "rhs must be an array or Float8Weights, got list"),
+    (ragged_dot, (ROWS, ROWS, SIZES), TypeError, "rhs must be an array or Float8Weights, got Float8Rows"),
     (lax.ragged_dot, (ROWS, WEIGHTS, SIZES), TypeError, r"lhs must be an array, got Float8Rows: call jax_ep\.float8"),
     (quantize_rows, (PLAIN[:, :130],), ValueError, r"rows must have sizes that are multiples of 128, got \(130,\)"),
     (quantize_weights, (PLAIN[0],), ValueError, r"weights must have shape \[K, N\] or \[G, K, N\]"),

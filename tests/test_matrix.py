@@ -43,6 +43,24 @@ def linearized(function: Function, floats: Any, known: Any, tangents: Any, cotan
     return out, linear(tangents)
 
 
+def gradients(function: Function, floats: Any, known: Any, tangents: Any, cotangent: Any) -> Result:
+    """Of a batch of cotangents, as `jax.jacrev` takes them."""
+    out, pull = jax.vjp(lambda floats: function(floats, known), floats)
+    return out, in_a_batch(lambda cotangent: pull(cotangent)[0], cotangent)
+
+
+def tangents_of(function: Function, floats: Any, known: Any, tangents: Any, cotangent: Any) -> Result:
+    """Of a batch of tangents, as `jax.jacfwd` takes them."""
+    out = function(floats, known)
+    return out, in_a_batch(lambda d: jax.jvp(lambda floats: function(floats, known), (floats,), (d,))[1], tangents)
+
+
+def in_a_batch(derivative: Callable[..., Any], direction: Any) -> list[Any]:
+    both = jax.tree.map(lambda x: jnp.stack([x, x[..., ::-1]]), direction)
+    found = jax.vmap(derivative)(both)
+    return [jax.tree.map(lambda x, i=i: x[i], found) for i in range(2)]
+
+
 def as_it_is(function: Function) -> Function:
     return function
 
@@ -157,6 +175,8 @@ TRANSFORMATIONS = {
     "vmap": Transformation(jax.vmap, plain=one_by_one, batch=True),
     "jvp": Transformation(derive=moved),
     "linearize": Transformation(derive=linearized),
+    "vmap of vjp": Transformation(derive=gradients),
+    "vmap of jvp": Transformation(derive=tangents_of),
     "custom_vjp": Transformation(custom),
     "donation": Transformation(donated=True),
 }

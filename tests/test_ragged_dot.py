@@ -1,6 +1,7 @@
 """`jax_ep.lax.ragged_dot`, of rows as they are or gathered, against numpy in float64, and where it runs for CUDA."""
 
 import inspect
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -239,10 +240,22 @@ def test_bad_operands_are_refused() -> None:
         ("lhs_indices", jnp.zeros((4, 1), jnp.int32), r"lhs_indices must have shape \[M\], got \(4, 1\)"),
         ("lhs_indices", jnp.zeros(4), "lhs_indices must be of an integer dtype, got float32"),
         ("lhs_indices", [0, 1], "lhs_indices must be an array, got list"),
+        ("group_sizes", [1.0, 2.0], "group_sizes must be of an integer dtype, got float64"),
     ]
     for option, wrong, text in refused:
         with pytest.raises((TypeError, ValueError), match=text):
-            ragged_dot(lhs, rhs, sizes, **{option: wrong})
+            ragged_dot(lhs, rhs, **{"group_sizes": sizes, option: wrong})
+    with pytest.raises(TypeError, match=r"ragged_dot_dimension_numbers must be jax.lax.RaggedDot.*, got tuple"):
+        ragged_dot_general(lhs, rhs, sizes, cast(Any, (((1,), (1,)), ((), ()))))
+
+
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("gathers", [False, True])
+def test_sizes_beyond_32_bits(gathers: bool, rng: np.random.Generator) -> None:
+    lhs, rhs, *_ = draw(rng, Case(8, 8, 8, (0, 0)), FLOAT32)
+    indices = np.arange(8) if gathers else None
+    out = ragged_dot(lhs, rhs, cast(Any, [3, 2**31]), lhs_indices=cast(Any, indices))
+    np.testing.assert_allclose(out, oracle.ragged_dot(lhs, rhs, [3, 5]), rtol=1e-5, atol=1e-5)
 
 
 class QArray:
@@ -331,28 +344,105 @@ def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.
         assert_near(mine, right_one, magnitude)
 
 
+BILINEAR = {  # the product by one-hot arrays: row to group, row to row of lhs, and two identities
+    "plain": "mg,mx,kK,nN->mn xk gKN",
+    "gathered": "mg,mx,kK,nN->mn xk gKN",
+    "transposed": "mg,mx,kK,nN->mn xk gNK",
+    "contracted": "mg,mx,kK,nN->gKN mk xn",
+}
+Both = tuple[Any, Any]  # of the left and of the right operand
+
+
+def jacobians(product: Any, x: Both, d: Both, w: Any) -> Any:
+    return [jacobian(product, (0, 1))(*x) for jacobian in (jax.jacrev, jax.jacfwd)]
+
+
+def exact_jacobians(by: Any, x: Both, d: Both, w: Any) -> Any:
+    return [(by("olr,r->ol", x[1]), by("olr,l->or", x[0]))] * 2
+
+
+def second_derivatives(product: Any, x: Both, d: Both, w: Any) -> Any:
+    def total(*x: jax.Array) -> jax.Array:
+        return jnp.sum(w * product(*x))
+
+    both = (jax.jacrev, jax.jacfwd)
+    return [outer(inner(total, (0, 1)), (0, 1))(*x) for outer in both for inner in both]
+
+
+def exact_second_derivatives(by: Any, x: Both, d: Both, w: Any) -> Any:
+    mixed = by("olr,o->lr", w)
+    zeros = [np.zeros((each.size, each.size)) for each in x]
+    return [((zeros[0], mixed), (mixed.T, zeros[1]))] * 4
+
+
+AXES = [axes for axes in itertools.product((0, None), repeat=3) if 0 in axes]
+
+
+def batches(product: Any, x: Both, d: Both, w: Any) -> Any:
+    """Of vjp, and of jvp along the left operand: the last axis is of the cotangent, or of the tangent."""
+
+    def moved(left: jax.Array, right: jax.Array, d_left: jax.Array) -> Any:
+        return jax.jvp(lambda left: product(left, right), (left,), (d_left,))
+
+    def pulled(left: jax.Array, right: jax.Array, w: jax.Array) -> Any:
+        return jax.vjp(product, left, right)[1](w)
+
+    given = [((*x, last), function) for last, function in ((w, pulled), (d[0], moved))]
+    return [
+        jax.vmap(function, in_axes=axes)(
+            *(y if axis is None else jnp.stack([y, 2 * y]) for y, axis in zip(ys, axes, strict=True))
+        )
+        for ys, function in given
+        for axes in AXES
+    ]
+
+
+def exact_batches(by: Any, x: Both, d: Both, w: Any) -> Any:
+    product, moved = by("olr,l,r->o", *x), by("olr,l,r->o", d[0], x[1])
+    of_left, of_right = by("olr,r,o->l", x[1], w), by("olr,l,o->r", x[0], w)
+
+    def twice(y: np.ndarray, *axes: int | None) -> np.ndarray:
+        return np.stack([y, y * 2.0 ** axes.count(0)])
+
+    pulled = [(twice(of_left, right, last), twice(of_right, left, last)) for left, right, last in AXES]
+    return [*pulled, *((twice(product, left, right), twice(moved, right, last)) for left, right, last in AXES)]
+
+
+@pytest.mark.matrix(1)
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("form", ["plain", "transposed", "gathered"])
-def test_tangents_and_second_derivatives(form: str, rng: np.random.Generator) -> None:
-    """Forward over reverse, as of the product by `jax.lax`, which JAX differentiates once and again."""
-    lhs, rhs, sizes, indices, _ = draw(rng, Case(40, 16, 16, (20, 0, 13), of=12 if form == "gathered" else 0), FLOAT32)
-    change = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), (lhs, rhs))
+@pytest.mark.parametrize("form", BILINEAR)
+@pytest.mark.parametrize(
+    ("derivatives", "exactly"),
+    [(jacobians, exact_jacobians), (second_derivatives, exact_second_derivatives), (batches, exact_batches)],
+    ids=["jacobians", "second derivatives", "batches"],
+)
+def test_derivatives_in_batches(form: str, derivatives: Any, exactly: Any, rng: np.random.Generator) -> None:
+    """Of small integers, which have no rounding."""
+    rows, n, sizes = 5, 8, np.array([2, 0, 2], np.int32)
+    indices = np.array([2, 0, -1, 2, 1]) if form == "gathered" else np.arange(rows)
+    groups = np.append(np.repeat(np.eye(3), sizes, axis=0), np.zeros((1, 3)), axis=0)
+    of_lhs = (indices[:, None] == np.arange(rows)).astype(float)
+    shapes = {"contracted": (rows, n), "transposed": (3, n, n)}
+    x, d = (
+        tuple(rng.integers(-2, 3, shape).astype(BFLOAT16) for shape in ((rows, n), shapes.get(form, (3, n, n))))
+        for _ in range(2)
+    )
 
-    def ours(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        if form == "gathered":
-            return ragged_dot(lhs, rhs, jnp.asarray(sizes), lhs_indices=jnp.asarray(indices))
-        return ragged_dot_general(lhs, rhs, jnp.asarray(sizes), FORMS[form])
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        if form in FORMS:
+            return ragged_dot_general(left, right, jnp.asarray(sizes), FORMS[form])
+        return ragged_dot(left, right, jnp.asarray(sizes), lhs_indices=jnp.asarray(indices))
 
-    def by_jax(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        rows = jnp.where(indices[:, None] < 0, 0, lhs[indices]) if form == "gathered" else lhs
-        return jax.lax.ragged_dot(rows, rhs.swapaxes(1, 2) if form == "transposed" else rhs, jnp.asarray(sizes))
+    w = rng.integers(-2, 3, jax.eval_shape(product, *x).shape).astype(BFLOAT16)
+    subscripts = BILINEAR[form].replace(" ", "")
+    tensor = np.einsum(subscripts, groups, of_lhs, np.eye(n), np.eye(n)).reshape(w.size, x[0].size, x[1].size)
 
-    def derivatives(product: Any) -> Any:
-        gradient = jax.grad(lambda operands: jnp.sum(jnp.sin(product(*operands))))
-        return jax.jit(lambda x: (jax.jvp(product, x, change)[1], jax.jvp(gradient, (x,), (change,))))((lhs, rhs))
+    def by(subscripts: str, *operands: np.ndarray) -> np.ndarray:
+        return np.einsum(subscripts, tensor, *(y.astype(np.float64).reshape(-1) for y in operands), optimize=True)
 
-    for mine, theirs in zip(*(jax.tree.leaves(derivatives(f)) for f in (ours, by_jax)), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-3)
+    found = jax.jit(partial(derivatives, product))(x, d, w)
+    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(exactly(by, x, d, w)), strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float64).reshape(right.shape), right)
 
 
 def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:

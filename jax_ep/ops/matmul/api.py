@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks, ffi, gemm, vary
-from jax_ep._kit.batches import batched_alike, by_platform
+from jax_ep._kit.batches import by_platform
 from jax_ep._kit.checks import Implementation
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
@@ -98,32 +98,26 @@ def ragged_dot(
             "ragged_dot: implementation='kernels' needs Hopper GPUs and jax_ep's library for CUDA, got "
             f"{jax.default_backend()!r} with the libraries {ffi.built_platforms()}"
         )
-    options: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
-    if out_sharding is not None:
-        options["out_sharding"] = out_sharding
-    rows, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    rows, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     if lhs_indices is not None:
         checks.check_array("ragged_dot", "lhs", rows, "[rows, K]")
         rows = gathered_rows("ragged_dot", rows, lhs_indices)
-    by_xla = partial(_by_xla, **options)
+    group_sizes = _to_sizes("ragged_dot", group_sizes, max(rows.shape, default=0))
     if out_sharding is not None:
         if implementation in ("kernels", "pallas"):
             raise ValueError(f"ragged_dot: out_sharding must be None with implementation={implementation!r}")
-        return by_xla(rows, rhs, group_sizes)
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        return jax.lax.ragged_dot(dense_rows(rows), rhs, group_sizes, precision, **options)
     settings = ProductSettings(implementation, precision)
-    if not (gemm.has_gemm() or _platforms(settings)):
-        return by_xla(rows, rhs, group_sizes)
-    rows, rhs, group_sizes = operands = vary.vary_alike(None, rows, rhs, group_sizes)
-    result = jax.eval_shape(by_xla, *operands)  # with all its checks
-    if _choose(settings, result.dtype, *operands) == "xla":
-        if implementation in _NEEDS and all(rows.shape + rhs.shape):
+    if implementation in _NEEDS and all(rows.shape + rhs.shape):
+        dtype = preferred_element_type or rows.dtype
+        if _choose(settings, dtype, rows, rhs, group_sizes) == "xla":
             raise ValueError(
                 f"ragged_dot: implementation={implementation!r} needs lhs and rhs of one dtype, "
                 f"{_NEEDS[implementation]}, and a precision that is no algorithm, "
                 f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
             )
-        return by_xla(*operands)
-    return grouped_product("plain", settings, result.dtype, rows, rhs, group_sizes.astype(jnp.int32))
+    return _product("plain", settings, preferred_element_type, rows, rhs, group_sizes)
 
 
 def ragged_dot_general(
@@ -149,20 +143,44 @@ def ragged_dot_general(
     Raises:
       TypeError, ValueError, NotImplementedError: as `ragged_dot`.
     """
-    op = "ragged_dot_general"
+    op, numbers = "ragged_dot_general", ragged_dot_dimension_numbers
     _check_plain_arrays(op, group_offset, lhs=lhs, rhs=rhs)
-    operands = tuple(map(jnp.asarray, (lhs, rhs, group_sizes)))
-    options = {"precision": precision, "out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
-    by_xla = partial(_general_by_xla, ragged_dot_dimension_numbers=ragged_dot_dimension_numbers, **options)
-    (contracted, batches), numbers = ragged_dot_dimension_numbers.dot_dimension_numbers, ragged_dot_dimension_numbers
+    if not isinstance(numbers, jax.lax.RaggedDotDimensionNumbers):
+        raise TypeError(
+            f"{op}: ragged_dot_dimension_numbers must be jax.lax.RaggedDotDimensionNumbers, got "
+            f"{checks.describe(numbers)}"
+        )
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    group_sizes = _to_sizes(op, group_sizes, max(lhs.shape, default=0))
+    contracted, batches = numbers.dot_dimension_numbers
     dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
     form = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
-    if form is None or out_sharding is not None or operands[0].dtype != operands[1].dtype:
-        return by_xla(*operands)
-    operands = vary.vary_alike(None, *operands)
-    dtype = jax.eval_shape(by_xla, *operands).dtype  # with all its checks
+    if form is None or out_sharding is not None:
+        options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+        return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, **options)
     settings = ProductSettings(precision=precision)
-    return grouped_product(form, settings, dtype, *operands[:2], operands[2].astype(jnp.int32))
+    return _product(form, settings, preferred_element_type, lhs, rhs, group_sizes)
+
+
+def _to_sizes(op: str, group_sizes: Any, most: int) -> jax.Array:
+    """int32. Sizes that are known when traced are at most `most`: their sum stays below 2^31."""
+    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.minimum(group_sizes, most)
+    checks.check_array(op, "group_sizes", sizes, dtype=np.integer)
+    return checks.to_int32(sizes)
+
+
+def _product(
+    form: Form,
+    settings: ProductSettings,
+    preferred_element_type: Any,
+    left: Rows,
+    right: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    operands = vary.vary_alike(None, left, right, group_sizes)
+    by_xla = partial(_by_xla, form, settings.precision, preferred_element_type)
+    dtype = jax.eval_shape(by_xla, *operands).dtype  # with all checks of JAX
+    return grouped_product(form, settings, dtype, *operands)
 
 
 def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
@@ -176,12 +194,12 @@ def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
             raise TypeError(f"{op}: {name} must be an array, got {kind}: call {module}.ragged_dot")
 
 
-def _by_xla(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return jax.lax.ragged_dot(*batched_alike(dense_rows(lhs), rhs, group_sizes), **options)
-
-
-def _general_by_xla(lhs: Rows, rhs: Rows, group_sizes: jax.Array, **options: Any) -> jax.Array:
-    return jax.lax.ragged_dot_general(*batched_alike(dense_rows(lhs), dense_rows(rhs), group_sizes), **options)
+def _by_xla(form: Form, precision: Any, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> jax.Array:
+    options: Any = {"precision": precision, "preferred_element_type": dtype}
+    lhs, rhs = dense_rows(left), dense_rows(right)
+    if form == "contracted":
+        return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, _CONTRACT_ROWS, **options)
+    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if form == "transposed" else rhs, group_sizes, **options)
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -206,19 +224,18 @@ def sum_of_lhs_gradients(
 
     On Hopper one kernel computes the sum of two gradients of one shape, and rounds it once.
     """
-    alike = len(rhs) == 2 and rhs[0].shape == rhs[1].shape
-    if alike and _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) == "core":
-        return by_platform(_summed, cuda=kernels.summed_matmul)(*cotangents, *rhs, group_sizes)
-    first, *second = (lhs_gradient(c, matrix, group_sizes) for c, matrix in zip(cotangents, rhs, strict=True))
-    return first + second[0] if second else first
+    if len(rhs) == 1:
+        return lhs_gradient(cotangents[0], rhs[0], group_sizes)
+    operands = (*cotangents, *rhs, group_sizes)
+    if rhs[0].shape != rhs[1].shape or _choose(AUTO, rhs[0].dtype, cotangents[0], rhs[0], group_sizes) != "core":
+        return _sum_of_two(*operands)
+    return _differentiated_as(_sum_of_two, by_platform(_sum_of_two, cuda=kernels.summed_matmul), *operands)
 
 
-def _summed(
+def _sum_of_two(
     first: jax.Array, second: jax.Array, first_rhs: jax.Array, second_rhs: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """The sum by XLA, of rounded products."""
-    by_first = _by_xla(first, first_rhs.swapaxes(1, 2), group_sizes)
-    return by_first + _by_xla(second, second_rhs.swapaxes(1, 2), group_sizes)
+    return lhs_gradient(first, first_rhs, group_sizes) + lhs_gradient(second, second_rhs, group_sizes)
 
 
 def rhs_gradient(lhs: Rows, cotangent: Rows, group_sizes: jax.Array) -> jax.Array:
@@ -298,11 +315,10 @@ def _by(
     """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
     product_by = _choose(settings, dtype or left.dtype, left, right, group_sizes)
-    if product_by == "xla":
-        return by_xla
+    platforms: dict[str, Callable[..., Any]] = {}
     if product_by == "core":
         platforms = {"cuda": partial(getattr(kernels, name), **options)}
-    else:
+    elif product_by == "pallas":
         call = partial(getattr(pallas, name), precision=settings.precision, **options)
         platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
     return by_platform(by_xla, **platforms)
@@ -348,16 +364,11 @@ def grouped_product(
     form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
     """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
-
-    def by_xla(left: Rows, right: Rows, sizes: jax.Array) -> jax.Array:
-        options: Any = {"precision": settings.precision, "preferred_element_type": dtype}
-        if form == "contracted":
-            return _general_by_xla(left, right, sizes, ragged_dot_dimension_numbers=_CONTRACT_ROWS, **options)
-        matrices = dense_rows(right)
-        return _by_xla(left, matrices.swapaxes(1, 2) if form == "transposed" else matrices, sizes, **options)
-
-    if form == "contracted":
-        call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes) if dtype == left.dtype else by_xla
+    by_xla = partial(_by_xla, form, settings.precision, dtype)
+    if form == "contracted" and dtype != left.dtype:
+        call = by_platform(by_xla)
+    elif form == "contracted":
+        call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes)
     else:
         transposed = {"transpose_rhs": True} if form == "transposed" else {}
         call = _by("grouped_matmul", by_xla, settings, dtype, left, right, sizes, **transposed)
@@ -378,19 +389,27 @@ def _product_jvp(
 
     def forward(residuals: Any, tangents: Any) -> jax.Array:
         (left, right, sizes), (d_left, d_right) = residuals, tangents
-        by_left = grouped_product(form, settings, dtype, inside(left, d_left), right, sizes)
-        return by_left + grouped_product(form, settings, dtype, left, inside(right, d_right), sizes)
+        pairs = ((d_left, lambda d: (inside(left, d), right)), (d_right, lambda d: (left, inside(right, d))))
+        first, *second = (grouped_product(form, settings, dtype, *pair(d), sizes) for d, pair in pairs if d is not None)
+        return first + second[0] if second else first
 
-    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
         left, right, sizes = residuals
-        c = cotangent.astype(right.dtype)
+        c = cotangent.astype(jnp.promote_types(left.dtype, right.dtype))
         of_both: dict[Form, Any] = {
             "plain": (("transposed", c, right), ("contracted", left, c)),
             "transposed": (("plain", c, right), ("contracted", c, left)),
             "contracted": (("transposed", right, c), ("plain", left, c)),
         }
-        d_left, d_right = (grouped_product(each, settings, c.dtype, a, b, sizes) for each, a, b in of_both[form])
-        return home(left, d_left), home(right, d_right)
+        return tuple(
+            home(x, grouped_product(each, settings, x.dtype, a, b, sizes)) if is_float(x) else None
+            for x, (each, a, b) in zip((left, right), of_both[form], strict=True)
+        )
 
-    d_operands = tuple(matrix_and_indices(d)[0] for d in tangents[:2])
+    def is_float(x: Rows) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    d_operands = tuple(
+        matrix_and_indices(d)[0] if is_float(x) else None for x, d in zip(primals[:2], tangents[:2], strict=True)
+    )
     return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, d_operands)

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8, gemm
-from jax_ep._kit.batches import batched_alike, by_platform
+from jax_ep._kit.batches import by_platform
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.ops.matmul import api, kernels
@@ -85,6 +85,8 @@ def ragged_dot(
       ValueError, TypeError: an argument is wrong, or an operand given in float8 is differentiated; raised when traced.
     """
     op = "float8.ragged_dot"
+    if not isinstance(rhs, (*checks.ARRAYS, Float8Weights)):
+        raise TypeError(f"{op}: rhs must be an array or Float8Weights, got {checks.describe(rhs)}")
     checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
     groups = checks.to_int32(group_sizes)
     if isinstance(lhs, Float8Rows):
@@ -146,14 +148,12 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
 
 def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any) -> Any:
     """core(*operands) where the GEMM core runs and no operand is empty, else by_xla(*operands)."""
-    if not gemm.has_gemm() or not all(x.size for x in jax.tree.leaves(operands)):
-        return by_xla(*operands)
-    return by_platform(by_xla, cuda=core)(*operands)
+    has_core = gemm.has_gemm() and all(x.size for x in jax.tree.leaves(operands))
+    return by_platform(by_xla, **({"cuda": core} if has_core else {}))(*operands)
 
 
 def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
-    operands = batched_alike(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes)
-    return jax.lax.ragged_dot(*operands, preferred_element_type=dtype)
+    return jax.lax.ragged_dot(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
 def quantize_and_multiply(
