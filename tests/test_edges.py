@@ -130,6 +130,36 @@ def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], i
     assert [x.shape for x in found[2]] == [x.shape for x in operands if x.dtype == np.float32]
 
 
+@pytest.mark.parametrize("shape", [{"ep": 2}, {"node": 2, "ep": 2}], ids=str)
+@pytest.mark.usefixtures("native")
+def test_rematerialized_layers_without_tokens(
+    shape: dict[str, int], implementation: Implementation, rng: np.random.Generator
+) -> None:
+    """`jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No overflow is left to report."""
+    mesh = helpers.mesh_of(**shape)
+    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
+
+        def sums(tokens: jax.Array, ids: jax.Array, weights: jax.Array, *matrices: jax.Array) -> jax.Array:
+            by: dict[str, Any] = {"group": group, "implementation": implementation}
+            return helpers.moe_sums(tokens[:0], ids[:0], weights[:0], *matrices, **by)
+
+        spec = jax.P(tuple(shape))
+        kept = jax.checkpoint(  # pyright: ignore[reportPrivateImportUsage]
+            jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec)
+        )
+
+        def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
+            return jnp.sum(kept(tokens, ids, weights, *matrices) ** 2)
+
+        case = helpers.draw_case(rng, group.size, 3, 2, EXPERTS, 16)
+        tokens, ids, weights = (x.reshape(-1, x.shape[-1]) for x in case)
+        matrices = [rng.standard_normal((EXPERTS, 16, 16)).astype(np.float32) for _ in range(3)]
+        lowered = jax.jit(jax.grad(loss, (0, 1, 3, 4, 5))).lower(tokens, weights, ids, *matrices)
+        assert "callback" not in lowered.as_text()
+        assert not any(np.any(x) for x in lowered.compile()(tokens, weights, ids, *matrices))
+        group.check()
+
+
 def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
 
     def body(tokens: jax.Array, ids: jax.Array) -> Any:

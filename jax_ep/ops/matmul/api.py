@@ -154,7 +154,7 @@ def ragged_dot_general(
     group_sizes = _to_sizes(op, group_sizes, max(lhs.shape, default=0))
     contracted, batches = numbers.dot_dimension_numbers
     dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
-    form = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
+    form: Form | None = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
     if form is None or out_sharding is not None:
         options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, **options)

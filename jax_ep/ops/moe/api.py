@@ -19,7 +19,7 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
-from jax_ep.ops.moe.path import path_of, unexpanded
+from jax_ep.ops.moe.path import always_fits, path_of, unexpanded
 from jax_ep.ops.moe.routing import dispatch_in_place
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Unexpanded, Wire
 from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
@@ -225,7 +225,7 @@ def run_dispatch(
         out = internode_dispatch(call, tokens, expert_ids, weights)
     else:
         out, needed = xla_dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
-        if not config.drop:
+        if not always_fits(config, group.size * expert_ids.size):
             out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
     return checkpoint_name(agreement.leave(out), DISPATCHED)
 

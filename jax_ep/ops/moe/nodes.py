@@ -42,7 +42,7 @@ def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Ar
     local, needed = _routing_inside(call, ids, weights)
     local, sent = checkpoint_name((local, sent), DISPATCHED)  # the rows' derivatives need them
     received = _received(call, tokens, sent, local)
-    if not call.config.drop:
+    if expert_ids.size and not call.config.drop:
         received = _nan_on_overflow(call, received, needed, most)
     routing = _routing(call, expert_ids, local, sent)
     return Dispatched(received, routing.group_sizes, routing)

@@ -129,7 +129,7 @@ def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, wei
     """
     for k in range(row_of.shape[-1]):
         row = row_of[..., k]
-        values = rows.at[row].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
+        values = jnp.take(rows, row, axis=0, mode="clip").astype(jnp.float32)
         weight = jnp.where(row < rows.shape[0], 1.0 if weights is None else weights[..., k], jnp.nan)
         total += jnp.where((row >= 0)[..., None], weight[..., None] * values, 0)
     return total
