@@ -136,6 +136,8 @@ def test_rematerialized_layers_without_tokens(
     shape: dict[str, int], implementation: Implementation, rng: np.random.Generator
 ) -> None:
     """`jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No overflow is left to report."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("XLA:GPU ends the process while it compiles this (jax 0.11.2)")
     mesh = helpers.mesh_of(**shape)
     with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
 

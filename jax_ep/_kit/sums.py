@@ -159,7 +159,7 @@ def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
     below = jnp.zeros_like(number)
     for bit in reversed(range(ids.shape[0].bit_length())):
         more = below + (1 << bit)
-        here = ids.at[more - 1].get(mode="fill", fill_value=count)
+        here = ids.at[more - 1].get(mode="fill", fill_value=count).astype(number.dtype)
         below = jnp.where((more <= ids.shape[0]) & (here < number), more, below)
     return below
 
