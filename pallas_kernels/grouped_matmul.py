@@ -275,7 +275,7 @@ def _row_tile(
             triton.store(at, values.astype(ref.dtype), mask=mask)
             continue
         # A select of the sums lost their last multiply (float16, tiles of 128 x 256, an H200 with jax 0.11.2).
-        outside = rows.outside[:, None]
+        outside = rows.outside[:, None] & (group < rhs[0].shape[0])  # rows after the last group are zero
         triton.store(at, values.astype(ref.dtype), mask=mask & ~outside)
         triton.store(at, jnp.full(mask.shape, jnp.nan, ref.dtype), mask=mask & outside)
 

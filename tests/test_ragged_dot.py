@@ -474,7 +474,9 @@ def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.ra
         calls = [line for line in text.splitlines() if "jax_ep_grouped_matmul" in line]
         kinds = sorted(('gathered = "lhs"' in line, 'grouping = "k_grouped"' in line) for line in calls)
         assert kinds == sorted([(False, False), (of > 0, False), (of > 0, True)])
-        assert "ragged_dot" not in text.replace("jax_ep", "")
+        # Pallas kernels hold the names of their callers.
+        own = "\n".join(line for line in text.splitlines() if "triton" not in line)
+        assert "ragged_dot" not in own.replace("jax_ep", "")
     _, rhs, sizes, _, cotangent = draw(rng, Case(64, 32, 16, (30, 20)), BFLOAT16)
     transposed = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS["transposed"])
     text = lowered_for_cuda(transposed, cotangent, rhs, sizes)
