@@ -25,6 +25,7 @@ OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
 ROUNDED = "jax_ep, tokens rounded"  # to full tiles of 128 rows, on a CPU of 8, in the call
 CANDIDATES = 2  # more of a token, for 256 rows an expert of top-8
 FLOAT8, BIASES = "jax_ep, float8", "jax_ep, biases"
+GPT_OSS = "jax_ep, biases and the unit of GPT-OSS"
 LOOP_SECONDS = 0.02  # an execution
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
 
@@ -72,10 +73,10 @@ class Way(NamedTuple):
     share: float = 1.0  # of the products of OURS
 
 
-def ours(group: jax_ep.Group, room: int, precision: Any = None) -> Layer:
+def ours(group: jax_ep.Group, room: int, precision: Any = None, activation: Any = "silu") -> Layer:
     def layer(ids: jax.Array, weights: jax.Array, gate: Any, up: Any, down: Any, *others: jax.Array) -> jax.Array:
         biases: Any = others[:-1] or None
-        experts = jax_ep.Experts(gate=gate, up=up, down=down, biases=biases)
+        experts = jax_ep.Experts(gate=gate, up=up, down=down, biases=biases, activation=activation)
         return jax_ep.moe_mlp(others[-1], ids, weights, experts, group=group, capacity=room, precision=precision)[0]
 
     return layer
@@ -205,6 +206,8 @@ def rows(case: LayerCase, run: Run) -> Iterator[Row]:
     if options.biases:
         ways[BIASES] = Way(ours(group, room), (*first, *draw_biases(model, mesh)))
     check_layers(ways, padded, tokens, mesh, shape.dtype)
+    if options.biases:
+        ways[GPT_OSS] = Way(ours(group, room, activation="clamped_swiglu"), ways[BIASES].operands)
     if options.round_tokens:
         ways[ROUNDED] = way_of_rounded(of_ids, needed.rows, room, group, matrices)
     ways[PADDED] = Way(padded, tuple(first))
@@ -275,7 +278,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experts", type=int, help="of all ranks, in place of the shapes' own")
     parser.add_argument("--round-tokens", action="store_true", help="also with tokens rounded to full tiles")
     parser.add_argument("--float8", action="store_true", help="also in float8; widths must be multiples of 128")
-    parser.add_argument("--biases", action="store_true", help="also with biases; halves of Qwen3-30B and GPT-OSS")
+    parser.add_argument(
+        "--biases",
+        action="store_true",
+        help="also with biases, and with the unit of GPT-OSS; halves of Qwen3-30B and GPT-OSS",
+    )
 
 
 BENCH = Bench(__doc__, cases, rows, notes, arguments, quick=f"uniform routing only, no training step of {PADDED}")

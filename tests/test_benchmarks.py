@@ -66,7 +66,7 @@ def test_a_benchmark_keeps_what_it_prints(
     assert printed == [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]] != []
     if "--biases" in command:
         layer = benchmark("layer")
-        of_it = [layer.PRODUCTS, layer.OURS, layer.FLOAT8, layer.BIASES, layer.ROUNDED, layer.PADDED]
+        of_it = [layer.PRODUCTS, layer.OURS, layer.FLOAT8, layer.BIASES, layer.GPT_OSS, layer.ROUNDED, layer.PADDED]
         assert [row["of it"] for row in printed] == of_it
 
 
