@@ -1,5 +1,6 @@
 """dispatch and combine against the oracle: large operands, float8, rows that are not expanded."""
 
+import inspect
 from typing import Any
 
 import helpers
@@ -13,8 +14,34 @@ from conftest import OpenGroup
 from helpers import LATE_TOKENS
 
 from jax_ep import CapacityError, Group, Implementation, Unexpanded, combine, dispatch, lax
+from jax_ep.ops.moe.settings import Options
 
 SIZE, EXPERTS = 4, 16
+OTHERS: dict[str, Any] = {
+    "num_experts": 32,
+    "capacity": 16,
+    "capacity_factor": 1.0,
+    "alignment": 2,
+    "wire": "float8",
+    "expand": False,
+    "on_overflow": "drop",
+}  # values that are not the defaults, of the arguments that are settings
+
+
+def test_every_argument_reaches_the_settings(group: Group) -> None:
+    """A new argument of `dispatch` is in `Options`, for type checkers, and in the settings that its routing keeps."""
+    given = {name for name, each in inspect.signature(dispatch).parameters.items() if each.kind == each.KEYWORD_ONLY}
+    assert given == {*Options.__annotations__, "wire", "expand"}
+    assert given == {*OTHERS, "group", "implementation"}
+
+    def settings(**others: Any) -> Any:
+        def body(tokens: jax.Array, ids: jax.Array) -> Any:
+            return dispatch(tokens, ids, group=group, **{"num_experts": EXPERTS} | others).routing
+
+        shapes = jax.ShapeDtypeStruct((SIZE, 6, 128), np.float32), jax.ShapeDtypeStruct((SIZE, 6, 3), np.int32)
+        return jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes).config
+
+    assert all(settings(**{name: value}) != settings() for name, value in OTHERS.items())
 
 
 @pytest.mark.parametrize(

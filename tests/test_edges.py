@@ -20,7 +20,7 @@ from jax_ep import (
     sparse_all_reduce,
 )
 from jax_ep.ops.moe import kernels, path
-from jax_ep.ops.moe.types import DispatchConfig, worst_case_capacity
+from jax_ep.ops.moe.settings import DispatchConfig, worst_case_capacity
 
 SIZE, EXPERTS = 2, 4
 

@@ -13,7 +13,7 @@ from conftest import OpenGroup
 from test_nodes import over
 
 from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
-from jax_ep.ops.moe import arguments
+from jax_ep.ops.moe import settings
 
 P = jax.sharding.PartitionSpec
 SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 4, 12, 3, 8, 128, 256
@@ -149,7 +149,7 @@ def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.L
 
     with pytest.raises(ValueError, match="tokens must be the same on all ranks where shared_tokens is true"):
         traced(P("ep"), True)
-    arguments.note_same_tokens.cache_clear()
+    settings.note_same_tokens.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_ep"):
         for shared in (False, None) * 2:
             traced(P(), shared)

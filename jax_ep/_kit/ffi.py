@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ _JAX_PLATFORM = {"cpu": "cpu", "cuda": "CUDA", "hip": "ROCM"}
 _BETWEEN_USER_AND_CALL = ("jax_ep", "jax", "contextlib", "functools")  # packages whose code is no call site
 _INSTALLED_SCRIPTS = ("jax_ep.examples.", "jax_ep.benchmarks.")  # in an installed jax_ep; its users
 _loading = threading.Lock()
+NO_SETTING = {"setting": False}  # the metadata of a field that is not one
 _declared: dict[str, list[str]] = {}  # the settings of an op, by FFI target
 _Record = TypeVar("_Record")
 
@@ -106,17 +107,29 @@ def op_names(platform: str) -> dict[str, OpNames]:
     }
 
 
-def settings_of(name: str) -> Callable[[type[_Record]], type[_Record]]:
-    """Declares a dataclass whose fields are the settings of an op, by its FFI target.
+def settings_of(name: str, *of_operands: str) -> Callable[[type[_Record]], type[_Record]]:
+    """Declares a dataclass whose fields, but those of `NO_SETTING`, are the settings of an op, by its FFI target.
 
     Each library compares them with its spec of the op when it is loaded.
+
+    Args:
+      of_operands: the settings that operands give, which are no fields.
     """
 
     def declare(record: type[_Record]) -> type[_Record]:
-        _declared[name] = [field.name for field in dataclasses.fields(cast(Any, record))]
+        _declared[name] = [*of_operands, *_names_of(record)]
         return record
 
     return declare
+
+
+def settings(record: Any) -> dict[str, Any]:
+    """The settings that the fields of a declared record hold, for `call`."""
+    return {name: getattr(record, name) for name in _names_of(record)}
+
+
+def _names_of(record: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(record) if field.metadata.get("setting", True)]
 
 
 def _check_settings(platform: str, name: str, given: Collection[str]) -> None:

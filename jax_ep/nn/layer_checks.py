@@ -10,7 +10,7 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, frozen
-from jax_ep.ops.moe.arguments import note_same_tokens, same_on_all_ranks
+from jax_ep.ops.moe.settings import note_same_tokens, same_on_all_ranks
 from jax_ep.ops.moe.units import NO_BIASES, Experts
 
 

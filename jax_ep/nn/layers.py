@@ -9,8 +9,8 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
-from jax_ep.ops.moe.arguments import validated
 from jax_ep.ops.moe.experts import ExpertsCall, Operands, ProductFunction, experts_of_tokens
+from jax_ep.ops.moe.settings import validated
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts, product_biases, unit_of, with_bias
@@ -99,7 +99,6 @@ def moe_mlp(
         num_experts=group.size * jax.tree.leaves(experts.down)[0].shape[0],
         capacity=capacity,
         capacity_factor=capacity_factor,
-        alignment=1,
         wire="float8" if in_float8 else wire,
         on_overflow=on_overflow,
         implementation=implementation,

@@ -6,7 +6,7 @@ backward sends the cotangent along the same routing.
 
 import dataclasses
 import logging
-from typing import Any, Literal, Required, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +16,23 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe.arguments import check_combined, note_same_tokens, runs_kernels, same_on_all_ranks, validated
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
 from jax_ep.ops.moe.path import always_fits, path_of, unexpanded
 from jax_ep.ops.moe.routing import dispatch_in_place
-from jax_ep.ops.moe.types import COMBINED, DISPATCHED, DispatchCall, Dispatched, NodeRouting, Routing, Unexpanded, Wire
+from jax_ep.ops.moe.settings import (
+    DispatchCall,
+    Options,
+    Wire,
+    note_same_tokens,
+    runs_kernels,
+    same_on_all_ranks,
+    validated,
+)
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, NodeRouting, Routing, Unexpanded, check_combined
 from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
-
-
-class Options(TypedDict, total=False):
-    """Further arguments of `dispatch`, for the overloads that type its result by `wire` and `expand`."""
-
-    group: Required[Group]
-    num_experts: Required[int]
-    capacity: int | None
-    capacity_factor: float | None
-    alignment: int
-    on_overflow: OnOverflow
-    implementation: Implementation
 
 
 @overload
@@ -215,7 +211,7 @@ def run_dispatch(
         hidden=tokens.shape[1],
         top_k=expert_ids.shape[1],
         dtype=tokens.dtype,
-        chunks=min(call.chunks.number, num_tokens),
+        chunks=min(call.chunks, num_tokens),
         node_capacity=num_tokens if call.node_capacity is None else min(call.node_capacity, num_tokens),
         by_kernels=call.by_kernels,
         **dataclasses.asdict(config),

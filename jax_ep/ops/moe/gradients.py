@@ -28,13 +28,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
+from jax_ep.ops.moe.settings import DispatchConfig
 from jax_ep.ops.moe.types import (
     COMBINED,
     DISPATCHED,
     NO_GRADIENT,
     WHOLE,
     Chunks,
-    DispatchConfig,
     Dispatched,
     Routing,
     Unexpanded,

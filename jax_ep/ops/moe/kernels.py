@@ -11,7 +11,8 @@ from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
 from jax_ep.ops.moe.path import is_alone_on_gpu
 from jax_ep.ops.moe.routing import add_rows_of_tokens
-from jax_ep.ops.moe.types import DispatchConfig, Dispatched, Routing, Unexpanded
+from jax_ep.ops.moe.settings import DispatchConfig
+from jax_ep.ops.moe.types import Dispatched, Routing, Unexpanded
 
 
 def ffi_dispatch(

@@ -24,7 +24,8 @@ from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.routing import count_invalid, layout, routing_of
-from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, DispatchCall, Dispatched, NodeRouting, Routing
+from jax_ep.ops.moe.settings import DispatchCall
+from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, NodeRouting, Routing
 from jax_ep.ops.moe.xla import xla_combine, xla_scatter
 from jax_ep.runtime.undelivered import nan_on_overflow
 
@@ -120,7 +121,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
         local_counts=local.counts,
         sent=sent,
         num_tokens=expert_ids.shape[0],
-        chunks=call.chunks.number,
+        chunks=call.chunks,
     )
 
 
@@ -153,9 +154,10 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
 
 def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
     """Sends tokens [T, H] to their nodes and to their rows there."""
-    taken_in = _to_nodes(call.group, tokens, sent, call.chunks)
+    chunks = Chunks(call.group.nodes, call.chunks)
+    taken_in = _to_nodes(call.group, tokens, sent, chunks)
     if call.by_kernels:
-        return gradients.scatter_all(call.intranode, taken_in, call.chunks.cut(local))
+        return gradients.scatter_all(call.intranode, taken_in, chunks.cut(local))
     return xla_scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 

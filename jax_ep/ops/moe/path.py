@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import DispatchCall, DispatchConfig, worst_case_capacity
+from jax_ep.ops.moe.settings import DispatchCall, DispatchConfig, worst_case_capacity
 
 # "nodes": XLA between nodes, kernels or XLA inside. "xla": jax.lax alone. "in place": nothing moves; rows are tokens.
 Path = Literal["nodes", "xla", "in place", "kernels"]

@@ -13,7 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit.vary import vary_alike
 from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
-from jax_ep.ops.moe.types import DISPATCHED, DispatchConfig, Routing, Unexpanded
+from jax_ep.ops.moe.settings import DispatchConfig
+from jax_ep.ops.moe.types import DISPATCHED, Routing, Unexpanded
 
 _BLOCK = 32  # assignments
 

@@ -1,7 +1,7 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,63 +11,14 @@ from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
 from jax_ep.ops.moe.quotas import expert_of_rows, rows_of_experts, segments
+from jax_ep.ops.moe.settings import DispatchConfig
 
 # The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
 DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
 COMBINED = "jax_ep_combine"  # the sums
 
 RowsT = TypeVar("RowsT")  # jax.Array, or `Float8Rows`
-Wire = Literal["float8", "float8_rows"]
 NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with wire='float8'"
-
-
-@dataclasses.dataclass(frozen=True)
-class DispatchConfig:
-    """The static settings of a dispatch, which its routing keeps.
-
-    `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
-    `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
-    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Unexpanded.indices` holds the
-    slot of each row.
-    """
-
-    size: int
-    num_experts: int
-    capacity: int
-    alignment: int
-    wire: Wire | None
-    drop: bool
-    zero_unused: bool = True
-    expand: bool = True
-
-    @property
-    def local_experts(self) -> int:
-        return self.num_experts // self.size
-
-    def settings(self) -> dict[str, Any]:
-        """The settings of the FFI call that its operands do not give. `ffi.call` compares the names with the spec's."""
-        values = dataclasses.asdict(self) | {"wire": self.wire or "plain"}
-        del values["size"]  # the library knows its ranks
-        return values
-
-    def check(self, op: str, name: str, *, empty: bool) -> None:
-        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
-
-        Args:
-          empty: there are no assignments: then the capacity may be 0.
-        """
-        for field in ("size", "num_experts", "alignment"):
-            checks.check_int(op, f"{name}.{field}", getattr(self, field))
-        checks.check_int(op, f"{name}.capacity", self.capacity, least=0 if empty else 1)
-        if self.num_experts % self.size:
-            raise ValueError(
-                f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
-            )
-        if self.capacity % self.alignment or self.size * self.capacity >= 2**31:
-            raise ValueError(
-                f"{op}: {name}.capacity must be a multiple of alignment {self.alignment}, below 2**31 / {self.size}, "
-                f"got {self.capacity}"
-            )
 
 
 class Chunks(NamedTuple):
@@ -96,26 +47,6 @@ class Chunks(NamedTuple):
 
 
 WHOLE = Chunks()
-
-
-class DispatchCall(NamedTuple):
-    """A validated call of dispatch without its arrays."""
-
-    group: Group
-    config: DispatchConfig  # as of one group of all ranks
-    node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
-    chunks: Chunks
-    by_kernels: bool  # or by jax.lax, inside a node too
-
-    @property
-    def intranode(self) -> Group:
-        assert self.group.intranode is not None
-        return self.group.intranode
-
-    @property
-    def inside(self) -> DispatchConfig:
-        experts = self.config.num_experts // self.group.nodes
-        return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
 
 @jax.tree_util.register_dataclass
@@ -328,8 +259,21 @@ class Unexpanded(NamedTuple, Generic[RowsT]):
         return f"Unexpanded({checks.described(**self._asdict())})"
 
 
-def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
-    """Rows a rank receives at most when no token names an expert twice, every expert's segment aligned."""
-    rows = size * num_tokens * min(top_k, local_experts)
-    padded = rows + min(local_experts, rows) * (alignment - 1)
-    return padded // alignment * alignment
+def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:
+    """Raises unless `rows` [capacity, H'] and `routing` fit each other and the group."""
+    if not isinstance(routing, Routing):
+        raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
+    routing.check(op)
+    config = routing.config
+    if isinstance(routing, NodeRouting) != (group.intranode is not None):
+        kinds = ("of one node", "across nodes")
+        of, here = kinds[isinstance(routing, NodeRouting)], kinds[group.intranode is not None]
+        raise ValueError(f"{op}: routing must be of a group {here}, as group is, got one {of}")
+    if routing.counts.shape[0] != group.size or config.size * group.nodes != group.size:
+        raise ValueError(
+            f"{op}: routing must be of the {group.size} ranks of group, got one of {routing.counts.shape[0]} ranks"
+        )
+    routing.check_own(op, group.axis_name)
+    checks.check_array(op, name, rows, "[capacity, H']", checks.TOKEN_DTYPES)
+    if rows.shape[0] != config.capacity:
+        raise ValueError(f"{op}: {name} must have the {config.capacity} rows of the dispatch, got {rows.shape}")

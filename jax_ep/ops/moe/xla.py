@@ -10,7 +10,8 @@ from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import without_gradient
 from jax_ep.ops.moe.routing import add_rows_of_tokens, layout, routing_of
-from jax_ep.ops.moe.types import NO_GRADIENT, DispatchConfig, Dispatched, Routing, Unexpanded
+from jax_ep.ops.moe.settings import DispatchConfig
+from jax_ep.ops.moe.types import NO_GRADIENT, Dispatched, Routing, Unexpanded
 
 
 def xla_dispatch(

@@ -1,9 +1,15 @@
-"""The checks of the arguments of dispatch and combine. Errors name the op that was called, which may be moe_mlp."""
+"""The settings of a dispatch: one frozen record, which is checked and built here once, from the arguments of a user.
 
+The record goes into the FFI call, into the comparison of calls between processes, and into the routing. Each library
+compares its names with the spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op that was
+called, which may be moe_mlp.
+"""
+
+import dataclasses
 import functools
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +18,88 @@ import numpy as np
 from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group
-from jax_ep.ops.moe.types import (
-    Chunks,
-    DispatchCall,
-    DispatchConfig,
-    NodeRouting,
-    Routing,
-    Wire,
-    worst_case_capacity,
-)
 
 LOGGER = logging.getLogger("jax_ep")
+Wire = Literal["float8", "float8_rows"]
+
+
+class Options(TypedDict, total=False):
+    """Further arguments of `dispatch`, for the overloads that type its result by `wire` and `expand`."""
+
+    group: Required[Group]
+    num_experts: Required[int]
+    capacity: int | None
+    capacity_factor: float | None
+    alignment: int
+    on_overflow: OnOverflow
+    implementation: Implementation
+
+
+@ffi.settings_of("dispatch", "dtype", "num_tokens", "top_k", "hidden")
+@dataclasses.dataclass(frozen=True)
+class DispatchConfig:
+    """The settings of a dispatch that its operands do not give, and the number of ranks, `size`.
+
+    `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
+    `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
+    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Unexpanded.indices` holds the
+    slot of each row.
+    """
+
+    size: int = dataclasses.field(metadata=ffi.NO_SETTING)
+    num_experts: int
+    capacity: int
+    alignment: int
+    wire: Wire | None
+    drop: bool
+    zero_unused: bool = True
+    expand: bool = True
+
+    @property
+    def local_experts(self) -> int:
+        return self.num_experts // self.size
+
+    def settings(self) -> dict[str, Any]:
+        return ffi.settings(self) | {"wire": self.wire or "plain"}
+
+    def check(self, op: str, name: str, *, empty: bool) -> None:
+        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
+
+        Args:
+          empty: there are no assignments: then the capacity may be 0.
+        """
+        for field in ("size", "num_experts", "alignment"):
+            checks.check_int(op, f"{name}.{field}", getattr(self, field))
+        checks.check_int(op, f"{name}.capacity", self.capacity, least=0 if empty else 1)
+        if self.num_experts % self.size:
+            raise ValueError(
+                f"{op}: {name}.num_experts must be a multiple of {self.size} ranks, got {self.num_experts}"
+            )
+        if self.capacity % self.alignment or self.size * self.capacity >= 2**31:
+            raise ValueError(
+                f"{op}: {name}.capacity must be a multiple of alignment {self.alignment}, below 2**31 / {self.size}, "
+                f"got {self.capacity}"
+            )
+
+
+class DispatchCall(NamedTuple):
+    """A validated call of dispatch without its arrays."""
+
+    group: Group
+    config: DispatchConfig  # as of one group of all ranks
+    node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
+    chunks: int  # into which a rank cuts the tokens from another node
+    by_kernels: bool  # or by jax.lax, inside a node too
+
+    @property
+    def intranode(self) -> Group:
+        assert self.group.intranode is not None
+        return self.group.intranode
+
+    @property
+    def inside(self) -> DispatchConfig:
+        experts = self.config.num_experts // self.group.nodes
+        return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
 
 def validated(
@@ -33,12 +110,12 @@ def validated(
     *,
     group: Group,
     num_experts: int,
-    capacity: int | None,
-    capacity_factor: float | None,
-    alignment: int,
-    wire: Wire | None,
-    on_overflow: OnOverflow,
-    implementation: Implementation,
+    capacity: int | None = None,
+    capacity_factor: float | None = None,
+    alignment: int = 1,
+    wire: Wire | None = None,
+    on_overflow: OnOverflow = "raise",
+    implementation: Implementation = "auto",
     shared_tokens: bool = False,
 ) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
     """The call, and its operands as kernels take them: ids int32, weights float32, all varying over one set of axes.
@@ -88,7 +165,7 @@ def validated(
         wire=wire,
         drop=on_overflow == "drop",
     )
-    chunks = Chunks(group.nodes, int(group.node_options.chunks) if by_kernels else 1)
+    chunks = int(group.node_options.chunks) if by_kernels else 1
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     operands: Any = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
     return DispatchCall(group, config, node_capacity, chunks, by_kernels), operands
@@ -163,21 +240,8 @@ def _node_capacity(group: Group, expert_ids: jax.Array, num_experts: int) -> int
     return group.node_plan(num_tokens, top_k, num_experts).capacity if capacity == "auto" else capacity
 
 
-def check_combined(op: str, name: str, rows: jax.Array, routing: Routing, group: Group) -> None:
-    """Raises unless `rows` [capacity, H'] and `routing` fit each other and the group."""
-    if not isinstance(routing, Routing):
-        raise TypeError(f"{op}: routing must be the Routing of a dispatch, got {checks.describe(routing)}")
-    routing.check(op)
-    config = routing.config
-    if isinstance(routing, NodeRouting) != (group.intranode is not None):
-        kinds = ("of one node", "across nodes")
-        of, here = kinds[isinstance(routing, NodeRouting)], kinds[group.intranode is not None]
-        raise ValueError(f"{op}: routing must be of a group {here}, as group is, got one {of}")
-    if routing.counts.shape[0] != group.size or config.size * group.nodes != group.size:
-        raise ValueError(
-            f"{op}: routing must be of the {group.size} ranks of group, got one of {routing.counts.shape[0]} ranks"
-        )
-    routing.check_own(op, group.axis_name)
-    checks.check_array(op, name, rows, "[capacity, H']", checks.TOKEN_DTYPES)
-    if rows.shape[0] != config.capacity:
-        raise ValueError(f"{op}: {name} must have the {config.capacity} rows of the dispatch, got {rows.shape}")
+def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
+    """Rows a rank receives at most when no token names an expert twice, every expert's segment aligned."""
+    rows = size * num_tokens * min(top_k, local_experts)
+    padded = rows + min(local_experts, rows) * (alignment - 1)
+    return padded // alignment * alignment
