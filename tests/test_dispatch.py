@@ -35,8 +35,10 @@ def test_every_argument_reaches_the_settings(group: Group) -> None:
     assert given == {*OTHERS, "group", "implementation"}
 
     def settings(**others: Any) -> Any:
+        arguments: dict[str, Any] = {"num_experts": EXPERTS} | others
+
         def body(tokens: jax.Array, ids: jax.Array) -> Any:
-            return dispatch(tokens, ids, group=group, **{"num_experts": EXPERTS} | others).routing
+            return dispatch(tokens, ids, group=group, **arguments).routing
 
         shapes = jax.ShapeDtypeStruct((SIZE, 6, 128), np.float32), jax.ShapeDtypeStruct((SIZE, 6, 3), np.int32)
         return jax.eval_shape(helpers.per_rank(body, group.mesh), *shapes).config
