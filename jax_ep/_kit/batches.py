@@ -1,15 +1,18 @@
 """What ops do with a batch (`jax.vmap`)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit import vary
+from jax_ep._kit.checks import PyTree
+
+_T = TypeVar("_T")
 
 
-def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) -> Callable[..., Any]:
+def by_platform(default: Callable[..., _T], **platforms: Callable[..., _T]) -> Callable[..., _T]:
     """`jax.lax.platform_dependent` as a function of the operands.
 
     Under `jax.vmap` it runs once per element, and operands without a batch are not copied.
@@ -17,7 +20,7 @@ def by_platform(default: Callable[..., Any], **platforms: Callable[..., Any]) ->
     It has no reverse mode: the caller gives it a derivative.
     """
 
-    def choose(*operands: Any) -> Any:
+    def choose(*operands: PyTree) -> _T:
         # Elements of a batch vary over a `spmd_axis_name`, and operands without a batch do not.
         return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), **platforms, default=default)
 

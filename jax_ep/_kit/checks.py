@@ -6,30 +6,31 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 # Who computes an op: our kernels for the platform, Pallas kernels, or jax.lax alone. An op has some of these.
 Implementation = Literal["auto", "kernels", "pallas", "xla"]
 Resolved = Literal["kernels", "xla"]  # what "auto" becomes in ops that have these two
 OnOverflow = Literal["raise", "drop"]
+PyTree = Any  # a tree of tuples, lists, dicts and registered dataclasses whose leaves are arrays
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 NUMBERS = (np.integer, np.floating)
-KINDS: dict[Any, str] = {np.integer: "an integer", np.floating: "a float", NUMBERS: "an integer or float"}
+KINDS: dict[object, str] = {np.integer: "an integer", np.floating: "a float", NUMBERS: "an integer or float"}
 
 
-def describe(x: Any) -> str:
+def describe(x: object) -> str:
     """float32[4,2] for an array, the name of the type for everything else."""
     if not isinstance(x, ARRAYS):
         return type(x).__name__
     return str(jax.typeof(x)) if is_jax_dtype(x.dtype) else f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
 
-def described(**fields: Any) -> str:
+def described(**fields: object) -> str:
     """Fields for a repr: of arrays, also in tuples, their types."""
 
-    def short(x: Any) -> str:
+    def short(x: object) -> str:
         if type(x) is tuple:
             return f"({', '.join(map(short, x))})"
         return describe(x) if isinstance(x, ARRAYS) else repr(x)
@@ -37,14 +38,14 @@ def described(**fields: Any) -> str:
     return ", ".join(f"{name}={short(x)}" for name, x in fields.items())
 
 
-def is_jax_dtype(dtype: Any) -> bool:
+def is_jax_dtype(dtype: np.dtype) -> bool:
     """Whether jax has arrays of this dtype: it has none of numpy's objects, strings and dates."""
     kinds = (np.number, np.bool_, jax.dtypes.extended)
     return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def check_array(
-    op: str, name: str, x: Any, layout: str | None = None, dtype: Any = None, *, shape: tuple[int, ...] | None = None
+    op: str, name: str, x: object, layout: str | None = None, dtype: Any = None, *, shape: tuple[int, ...] | None = None
 ) -> None:
     """Raises ValueError or TypeError unless `x` is an array of this shape and dtype.
 
@@ -70,7 +71,7 @@ def check_array(
         raise TypeError(f"{op}: {name} must be of {what}, got {x.dtype}")
 
 
-def check_whole_bytes(op: str, name: str, x: Any) -> None:
+def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
     """Raises unless values have whole bytes. Kernels move bytes, and some platforms pack narrower values."""
     check_array(op, name, x)
     if not is_jax_dtype(x.dtype):
@@ -97,7 +98,7 @@ def check_int(op: str, name: str, value: int, *, least: int = 1, below_32_bits: 
         raise ValueError(f"{op}: {name} must be below 2**31, got {value}")
 
 
-def check_number(op: str, name: str, value: Any) -> None:
+def check_number(op: str, name: str, value: ArrayLike) -> None:
     """A real number: Python's, or an array of one, which may be traced."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if array.ndim or not any(jnp.issubdtype(array.dtype, kind) for kind in NUMBERS):
@@ -116,7 +117,7 @@ def canonical_dtype(op: str, name: str, dtype: DTypeLike | None) -> np.dtype | N
         raise TypeError(f"{op}: {name} must be a dtype or None, got {dtype!r}") from None
 
 
-def check_one_of(op: str, name: str, value: Any, literal: Any) -> None:
+def check_one_of(op: str, name: str, value: object, literal: object) -> None:
     """Raises ValueError or TypeError unless the value is one of a `Literal` of strings, perhaps with None."""
     allowed = get_args(literal)
     is_of_type = isinstance(value, str) or (value is None and None in allowed)
@@ -129,20 +130,20 @@ def axes_of(axis_name: str | Sequence[str]) -> tuple[str, ...]:
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
-def canonical_axis(axis_name: Any) -> Any:
+def canonical_axis(axis_name: str | list[str] | tuple[str, ...]) -> AxisName:
     """`axis_name` as a string if it is a single axis, and otherwise as a tuple."""
     if isinstance(axis_name, list | tuple):
         return axis_name[0] if len(axis_name) == 1 else tuple(axis_name)
     return axis_name
 
 
-def check_axis(op: str, axis_name: Any) -> None:
+def check_axis(op: str, axis_name: object) -> None:
     axes = axes_of(axis_name) if isinstance(axis_name, str | list | tuple) else ()
     if not axes or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(f"{op}: axis_name must be an axis of the mesh or a tuple of axes, got {describe(axis_name)}")
 
 
-def check_axis_here(op: str, axis_name: Any) -> None:
+def check_axis_here(op: str, axis_name: AxisName) -> None:
     """Raises also where no `jax.shard_map` or `jax.vmap` around the call has the axis."""
     check_axis(op, axis_name)
     try:

@@ -35,6 +35,8 @@ _loading = threading.Lock()
 NO_SETTING = {"setting": False}  # the metadata of a field that is not one
 _declared: dict[str, list[str]] = {}  # the settings of an op, by FFI target
 _Record = TypeVar("_Record")
+_Arrays = TypeVar("_Arrays")
+Setting = bool | int | float | str  # of an op, in Python's own types
 
 
 def library_name(device: Any) -> str:
@@ -171,9 +173,7 @@ class _Result(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _results_of(
-    platform: str, name: str, ranks: int, **settings: bool | int | float | str
-) -> tuple[str, list[_Result]]:
+def _results_of(platform: str, name: str, ranks: int, **settings: Setting) -> tuple[str, list[_Result]]:
     """The name of an op that users know, and its results in order: from its OpSpec, and cached by settings."""
     _check_settings(platform, name, settings)
     op, results = library(platform).call_types(name, ranks, **settings)
@@ -216,7 +216,7 @@ def call(
     *operands: jax.Array,
     ranks: Ranks | None,
     updated: jax.Array | None = None,
-    **settings: bool | int | float | str | np.dtype,
+    **settings: Setting | np.dtype,
 ) -> dict[str, jax.Array]:
     """Calls an op, for the kernels.py of its family.
 
@@ -280,7 +280,7 @@ def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[
     return _unfused(called(*_unfused(arrays), **attributes))
 
 
-def _unfused(arrays: Any) -> Any:
+def _unfused(arrays: _Arrays) -> _Arrays:
     """Operands that a call updates, or results of a call.
 
     In a loop, XLA:GPU fuses a call with the slice that makes an operand, and the call loses its alias. XLA:GPU also
@@ -290,14 +290,14 @@ def _unfused(arrays: Any) -> Any:
     return jax.lax.optimization_barrier(arrays)
 
 
-def _python_value(value: bool | int | float | str | np.dtype) -> bool | int | float | str:
+def _python_value(value: Setting | np.dtype) -> Setting:
     """A setting as a value of Python's own types, also if the user gave one of numpy's."""
     if isinstance(value, np.dtype):
         return value.name
     return value if isinstance(value, (bool, float, str)) else operator.index(value)
 
 
-def _attribute(value: bool | int | float | str) -> Any:
+def _attribute(value: Setting) -> bool | str | np.float32 | np.int64:
     """A plain setting as the libraries read it: numbers of a known width."""
     if isinstance(value, (bool, str)):
         return value

@@ -5,20 +5,28 @@ tangents come by `linear`, a linear function with a given transpose. `jax.jvp` r
 transpose alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from jax_ep._kit.checks import PyTree
+
 Flat = Callable[..., list[jax.Array]]
+_Residuals = TypeVar("_Residuals")
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
 
 
 def linear(
-    forward: Callable[[Any, Any], Any], transpose: Callable[[Any, Any], Any], residuals: Any, operands: Any
-) -> Any:
+    forward: Callable[[_Residuals, _In], _Out],
+    transpose: Callable[[_Residuals, _Out], PyTree],
+    residuals: _Residuals,
+    operands: _In,
+) -> _Out:
     """forward(residuals, operands), linear in the operands.
 
     Differentiable in residuals and operands as often as both functions are.
@@ -28,7 +36,7 @@ def linear(
     """
     res, res_tree = jax.tree.flatten(residuals)
     linear_in, linear_tree = jax.tree.flatten(operands)
-    out_tree: Any = None
+    out_tree: PyTree = None
 
     def flat_forward(*flat: jax.Array) -> list[jax.Array]:
         nonlocal out_tree
@@ -45,13 +53,13 @@ def linear(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def without_gradient(message: str, x: Any) -> Any:
+def without_gradient(message: str, x: PyTree) -> PyTree:
     """`x`, a pytree. Its differentiation raises a TypeError with this message."""
     return x
 
 
 @without_gradient.defjvp
-def _refuse(message: str, *_: Any) -> Any:
+def _refuse(message: str, *_: PyTree) -> NoReturn:
     raise TypeError(message)
 
 
@@ -59,16 +67,16 @@ _linear_p = Primitive("jax_ep_linear")
 _linear_p.multiple_results = True
 
 
-def _bind(forward: Flat, transpose: Flat, num_res: int, operands: Any) -> list[jax.Array]:
+def _bind(forward: Flat, transpose: Flat, num_res: int, operands: Sequence[jax.Array]) -> list[jax.Array]:
     jaxpr = jax.make_jaxpr(forward)(*operands)
     return _linear_p.bind(*operands, jaxpr=jaxpr, forward=forward, transpose=transpose, num_res=num_res)
 
 
-def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: Any) -> Any:
+def _evaluate(*operands: jax.Array, jaxpr: ClosedJaxpr, **_: object) -> list[jax.Array]:
     return jaxpr_as_fun(jaxpr)(*operands)
 
 
-def _types(*_: Any, jaxpr: ClosedJaxpr, **__: Any) -> Any:
+def _types(*_: object, jaxpr: ClosedJaxpr, **__: object) -> tuple[object, object]:
     return jaxpr.out_avals, jaxpr.effects
 
 

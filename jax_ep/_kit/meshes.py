@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax_ep._kit.checks import AxisName, axes_of, check_axis, describe
 
 
-def check_mesh(mesh: Any, axis_name: Any) -> None:
+def check_mesh(mesh: object, axis_name: AxisName) -> None:
     """Raises unless `mesh` is a mesh of devices that has the axes, each once."""
     if isinstance(jnp.zeros(()), Tracer):
         raise RuntimeError(

@@ -6,19 +6,22 @@ order; on a GPU it would add by atomics, in no order. Segments are often the run
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from jax_ep import pallas_kernels
 from jax_ep._kit import gemm
 from jax_ep._kit.batches import by_platform
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.linear import linear
 
 NO_PLACE = 2**31 - 1
+_T = TypeVar("_T")
 
 
 class Segments(NamedTuple):
@@ -35,16 +38,16 @@ class Segments(NamedTuple):
     order: jax.Array | None = None
 
 
-def sum_segments(rows: jax.Array, segments: Segments, dtype: Any) -> jax.Array:
+def sum_segments(rows: jax.Array, segments: Segments, dtype: DTypeLike) -> jax.Array:
     """[N, D] -> [S, D]: the sum of each segment's rows in float32, rounded to `dtype`. Differentiable in `rows`."""
     count, like = segments.starts.shape[0] - 1, rows.dtype
 
     def by_xla(rows: jax.Array, segments: Segments) -> jax.Array:
-        return _segment_sum(_taken(rows, segments.order), segments.of, count, dtype, indices_are_sorted=True)
+        return _segment_sum(_taken(rows, segments.order), segments.of, count, dtype, are_sorted=True)
 
     def by_kernel(rows: jax.Array, segments: Segments, interpret: bool) -> jax.Array:
-        options: dict[str, Any] = {"order": segments.order, "dtype": dtype, "interpret": interpret}
-        return pallas_kernels.sum_segments(rows, segments.starts, **options)
+        _, starts, order = segments
+        return pallas_kernels.sum_segments(rows, starts, order=order, dtype=dtype, interpret=interpret)
 
     def back(segments: Segments, cotangent: jax.Array) -> jax.Array:
         taken = _read(cotangent, segments.of).astype(like)
@@ -70,32 +73,31 @@ def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any, weights:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _sum_by_ids(count: int, dtype: Any, ids: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+def _sum_by_ids(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
     def by_xla(ids: jax.Array, rows: jax.Array, *weights: jax.Array) -> jax.Array:
         return _segment_sum(_times(rows, *weights), ids, count, dtype)
 
     def by_kernel(ids: jax.Array, rows: jax.Array, *weights: jax.Array, interpret: bool) -> jax.Array:
         narrow = jnp.uint16 if count < 2**16 else jnp.int32  # halves the passes of a radix sort
         ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(narrow))
-        options: dict[str, Any] = {"order": order, "dtype": dtype, "interpret": interpret}
-        if weights:
-            options["weights"] = weights[0][order]
-        return pallas_kernels.sum_segments(rows, starts_of_sorted(ids, count), **options)
+        starts, sorted_weights = starts_of_sorted(ids, count), weights[0][order] if weights else None
+        options = {"order": order, "weights": sorted_weights}
+        return pallas_kernels.sum_segments(rows, starts, dtype=dtype, interpret=interpret, **options)
 
     return _choose(by_xla, by_kernel)(ids, rows, *([] if weights is None else [weights]))
 
 
 @partial(_sum_by_ids.defjvp, symbolic_zeros=True)
-def _sum_by_ids_jvp(count: int, dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _sum_by_ids_jvp(count: int, dtype: np.dtype, primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     """The sum is linear in the rows, and in the weights."""
     (ids, rows, weights), (_, d_rows, d_weights) = primals, tangents
     of = partial(_sum_by_ids, count, dtype)
 
-    def to_rows(residuals: Any, cotangent: jax.Array) -> jax.Array:
+    def to_rows(residuals: list[jax.Array], cotangent: jax.Array) -> jax.Array:
         ids, *weights = residuals
         return _times(_read(cotangent, ids), *weights).astype(rows.dtype)
 
-    def to_weights(residuals: Any, cotangent: jax.Array) -> jax.Array:
+    def to_weights(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> jax.Array:
         ids, rows = residuals
         products = _read(cotangent, ids).astype(jnp.float32) * rows.astype(jnp.float32)
         return products.sum(axis=1).astype(d_weights.dtype)
@@ -164,13 +166,13 @@ def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
     return below
 
 
-def _choose(by_xla: Callable[..., Any], by_kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _choose(by_xla: Callable[..., _T], by_kernel: Callable[..., _T]) -> Callable[..., _T]:
     kernels = {name: partial(by_kernel, interpret=name == "cpu") for name in gemm.pallas_platforms()}
     return by_platform(by_xla, **kernels) if kernels else by_xla
 
 
-def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: Any, **options: Any) -> jax.Array:
-    return jax.ops.segment_sum(rows.astype(jnp.float32), of, count, mode="drop", **options).astype(dtype)
+def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: DTypeLike, are_sorted: bool = False) -> jax.Array:
+    return jax.ops.segment_sum(rows.astype(jnp.float32), of, count, are_sorted, mode="drop").astype(dtype)
 
 
 def _times(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:

@@ -1,11 +1,14 @@
 """The mesh axes over which arrays vary, which `jax.shard_map` with check_vma=True tracks in types."""
 
-from typing import Any
+from typing import TypeVarTuple
 
 import jax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jax_ep._kit.checks import AxisName, axes_of
+
+_Operands = TypeVarTuple("_Operands")
 
 
 def tracks_varying(axis_name: AxisName) -> bool:
@@ -18,7 +21,7 @@ def varies(x: jax.Array, axis_name: AxisName) -> bool:
     return set(axes_of(axis_name)) <= jax.typeof(x).manual_axis_type.varying
 
 
-def vary_alike(axis_name: AxisName | None, *operands: Any) -> tuple[Any, ...]:
+def vary_alike(axis_name: AxisName | None, *operands: *_Operands) -> tuple[*_Operands]:
     """Casts arrays in pytrees to vary over the same axes: all axes that any of them varies over, and `axis_name`.
 
     `check_vma=True` rejects operands that differ. With `check_vma=False` it does nothing.
@@ -33,7 +36,7 @@ def vary_alike(axis_name: AxisName | None, *operands: Any) -> tuple[Any, ...]:
 
 
 def result_type(
-    shape: tuple[int, ...], dtype: Any, like: jax.Array, unvarying: frozenset[str] = frozenset()
+    shape: tuple[int, ...], dtype: DTypeLike, like: jax.Array, unvarying: frozenset[str] = frozenset()
 ) -> jax.ShapeDtypeStruct:
     """The type of a result that varies over the axes of `like` without `unvarying`.
 

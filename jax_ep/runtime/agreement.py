@@ -10,7 +10,7 @@ on GPUs they do no more, as a check would cost a collective and a look of the ho
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ep._kit import ffi
-from jax_ep._kit.checks import AxisName
+from jax_ep._kit.checks import AxisName, PyTree
 from jax_ep._kit.ffi import Ranks
 from jax_ep._kit.linear import linear
 from jax_ep._kit.vary import vary_alike
 from jax_ep.errors import JaxEpError, MismatchError
 from jax_ep.runtime.progress import Progress
 
+Identity = Callable[[PyTree], PyTree]  # that marks or compares
+_Arrays = TypeVar("_Arrays")  # a pytree
 _ZERO = np.zeros((), np.int32)
 _TEXT_BYTES, _HASH_BYTES = 504, 8  # of a description; longer texts differ by the hash
 
@@ -49,30 +51,30 @@ class Agreement:
       settings: must be equal on all ranks.
     """
 
-    def __init__(self, participants: Participants, op: str, /, **settings: Any):
+    def __init__(self, participants: Participants, op: str, /, **settings: object):
         text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
         self._does_nothing = not participants.compares and participants.marked is None
         self._begin, self._end = partial(_begun, participants, text), partial(_ended, participants, text)
         self._begin_gradient = partial(_begun, participants, f"gradient of {text}")
 
-    def enter(self, operands: Any) -> Any:
+    def enter(self, operands: _Arrays) -> _Arrays:
         """Returns the operands. Between CPU processes it first waits until all ranks have called the op with equal
         settings, or raises `MismatchError` in the program. In a gradient of the op, their cotangents mark its end."""
         return operands if self._does_nothing else _through(self._begin, self._end, operands)
 
-    def leave(self, results: Any) -> Any:
+    def leave(self, results: _Arrays) -> _Arrays:
         """Returns the results, and marks the end of the op. Their cotangents begin its gradient, a call of its own."""
         return results if self._does_nothing else _through(self._end, self._begin_gradient, results)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _through(to: Callable[[Any], Any], back: Callable[[Any], Any], arrays: Any) -> Any:
+def _through(to: Identity, back: Identity, arrays: PyTree) -> PyTree:
     """`to(arrays)`, which are the arrays. Cotangents of its floats pass `back`."""
     return to(arrays)
 
 
 @_through.defjvp
-def _through_jvp(to: Callable[[Any], Any], back: Callable[[Any], Any], primals: Any, tangents: Any) -> Any:
+def _through_jvp(to: Identity, back: Identity, primals: PyTree, tangents: PyTree) -> tuple[PyTree, PyTree]:
     moved, structure = jax.tree.flatten(tangents[0])
     floats = [i for i, x in enumerate(moved) if jnp.issubdtype(x.dtype, jnp.inexact)]
     passed = linear(lambda _, x: x, lambda _, cotangents: back(cotangents), (), [moved[i] for i in floats])
@@ -81,7 +83,7 @@ def _through_jvp(to: Callable[[Any], Any], back: Callable[[Any], Any], primals: 
     return _through(to, back, *primals), structure.unflatten(moved)
 
 
-def _begun(participants: Participants, text: str, operands: Any) -> Any:
+def _begun(participants: Participants, text: str, operands: _Arrays) -> _Arrays:
     """The operands. A rank marks that the call begins. Ranks of CPU processes exchange its text and compare."""
     operands = _marked(participants, text, operands, begins=True)
     if not participants.compares:
@@ -96,12 +98,12 @@ def _begun(participants: Participants, text: str, operands: Any) -> Any:
     return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), operands)
 
 
-def _ended(participants: Participants, text: str, results: Any) -> Any:
+def _ended(participants: Participants, text: str, results: _Arrays) -> _Arrays:
     """The results. A rank marks that the call ends."""
     return _marked(participants, text, results, begins=False)
 
 
-def _marked(participants: Participants, text: str, arrays: Any, *, begins: bool) -> Any:
+def _marked(participants: Participants, text: str, arrays: _Arrays, *, begins: bool) -> _Arrays:
     leaves, structure = jax.tree.flatten(arrays)
     full = [i for i, x in enumerate(leaves) if x.size]
     if participants.marked is not None and full:
@@ -116,7 +118,7 @@ def _called(callback: Callable[..., np.ndarray], like: np.ndarray, *arrays: jax.
     return jax.pure_callback(callback, result, *arrays, vmap_method="sequential")
 
 
-def _firsts(arrays: Any) -> list[jax.Array]:
+def _firsts(arrays: PyTree) -> list[jax.Array]:
     """One element of each array that is not empty: an op that takes these elements waits for the arrays."""
     return [jax.lax.stop_gradient(x.reshape(-1)[0]) for x in jax.tree.leaves(arrays) if x.size]
 

@@ -4,7 +4,7 @@ Kernels leave the same in all results, dispatch in plain JAX in its rows alone.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,13 @@ import numpy as np
 
 from jax_ep.errors import CapacityError, JaxEpError
 
+_Results = TypeVar("_Results")  # a pytree
 KeepError = Callable[[JaxEpError], None]  # `Group._keep_error`
 
 
 def undelivered_if(
-    wrong: jax.Array, results: Any, keep_error: KeepError, error: Callable[..., JaxEpError], *data: jax.Array
-) -> Any:
+    wrong: jax.Array, results: _Results, keep_error: KeepError, error: Callable[..., JaxEpError], *data: jax.Array
+) -> _Results:
     """Returns `results`, a pytree. If `wrong`, they become NaN, or -1 in integers, and `group.check()` raises
     `error(*data)`.
 
@@ -50,10 +51,10 @@ def nan_on_overflow(
     op: str,
     needed: jax.Array,
     capacity: int,
-    rows: Any,
+    rows: _Results,
     keep_error: KeepError,
     error: Callable[[str, int, int, int], JaxEpError] = capacity_error,
-) -> Any:
+) -> _Results:
     """Returns `rows`, a pytree. If a rank needs more than `capacity`, they become NaN, and `group.check()` raises.
 
     Args:
