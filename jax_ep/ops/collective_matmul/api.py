@@ -6,7 +6,6 @@ collective.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels
 from jax_ep.ops.collective_matmul.kernels import MatmulConfig
 from jax_ep.runtime.agreement import Agreement
+
+_Pair = tuple[jax.Array, jax.Array]  # of lhs and rhs, or of a product and the gathered rows
 
 
 def matmul_all_reduce(
@@ -182,32 +183,32 @@ def _backwards(config: MatmulConfig, lhs: jax.Array, *, reduce_scatter: bool = F
     return MatmulConfig(config.group, np.dtype(lhs.dtype), not config.transpose_rhs, reduce_scatter)
 
 
-def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: Any) -> jax.Array:
+def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: np.dtype) -> jax.Array:
     axes = (((contracted[0],), (contracted[1],)), ((), ()))
     return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)
 
 
-def _matrix_gradient(config: MatmulConfig, rows: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def _matrix_gradient(config: MatmulConfig, rows: jax.Array, cotangent: jax.Array, dtype: np.dtype) -> jax.Array:
     """The cotangent of rhs from rows [M, K] and cotangents [M, N]."""
     left, right = (cotangent, rows) if config.transpose_rhs else (rows, cotangent)
     return _dot(left, right, (0, 0), dtype)
 
 
 @_reduce.defjvp
-def _reduce_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
+def _reduce_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> _Pair:
     return _reduce(config, *primals), linear(
         partial(_reduce_on, config), partial(_reduce_back, config), primals, tangents
     )
 
 
-def _reduce_on(config: MatmulConfig, residuals: Any, tangents: Any) -> jax.Array:
+def _reduce_on(config: MatmulConfig, residuals: _Pair, tangents: _Pair) -> jax.Array:
     """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
     (lhs, rhs), (d_lhs, d_rhs) = residuals, tangents
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
 
 
-def _reduce_back(config: MatmulConfig, residuals: Any, cotangent: jax.Array) -> Any:
+def _reduce_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -> _Pair:
     lhs, rhs = residuals
     if config.reduce_scatter:
         d_lhs, cotangent = _gather_both(_backwards(config, lhs), cotangent.astype(lhs.dtype), rhs)
@@ -229,33 +230,33 @@ def _of_every_rank(config: MatmulConfig, cotangent: jax.Array) -> jax.Array:
 
 
 @_gather.defjvp
-def _gather_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
+def _gather_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> _Pair:
     out, gathered = _gather_both(config, *primals)
 
-    def on(residuals: Any, tangents: Any) -> jax.Array:
+    def on(residuals: _Pair, tangents: _Pair) -> jax.Array:
         return _gather_on(config, residuals, tangents)[0]
 
     return out, linear(on, partial(_gather_back, config), (gathered, primals[1]), tangents)
 
 
 @_gather_both.defjvp
-def _gather_both_jvp(config: MatmulConfig, primals: Any, tangents: Any) -> Any:
+def _gather_both_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> tuple[_Pair, _Pair]:
     out, gathered = _gather_both(config, *primals)
 
-    def back(residuals: Any, cotangents: Any) -> Any:
+    def back(residuals: _Pair, cotangents: _Pair) -> _Pair:
         d_lhs, d_rhs = _gather_back(config, residuals, cotangents[0])
         return d_lhs + jax.lax.psum_scatter(cotangents[1], config.group.axis_name, tiled=True), d_rhs
 
     return (out, gathered), linear(partial(_gather_on, config), back, (gathered, primals[1]), tangents)
 
 
-def _gather_on(config: MatmulConfig, residuals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_on(config: MatmulConfig, residuals: _Pair, tangents: _Pair) -> _Pair:
     (gathered, rhs), (d_lhs, d_rhs) = residuals, tangents
     moved, d_gathered = _gather_both(config, d_lhs, rhs)
     return moved + _dot(gathered, d_rhs, (1, 1 if config.transpose_rhs else 0), config.dtype), d_gathered
 
 
-def _gather_back(config: MatmulConfig, residuals: Any, cotangent: jax.Array) -> Any:
+def _gather_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -> _Pair:
     gathered, rhs = residuals
     cotangent = cotangent.astype(gathered.dtype)
     d_lhs = _reduce(_backwards(config, gathered, reduce_scatter=True), cotangent, rhs)

@@ -3,15 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import PrecisionLike
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, ffi, gemm, vary
 from jax_ep._kit.batches import by_platform
-from jax_ep._kit.checks import Implementation
+from jax_ep._kit.checks import Implementation, PyTree
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
 from jax_ep.errors import PlatformError
@@ -19,12 +22,15 @@ from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows, gathered_rows, matrix_and_indices, sum_rows
 
+_T = TypeVar("_T")
+_Operands = tuple[Rows, Rows, jax.Array]  # left, right, group sizes
+
 
 class ProductSettings(NamedTuple):
     """Who computes a product, and how precisely if the operands are float32."""
 
     implementation: Implementation = "auto"
-    precision: Any = None
+    precision: PrecisionLike = None
 
 
 AUTO = ProductSettings()
@@ -50,10 +56,10 @@ def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     group_offset: jax.Array | None = None,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
     *,
     lhs_indices: jax.Array | None = None,
     implementation: Implementation = "auto",
@@ -125,10 +131,10 @@ def ragged_dot_general(
     rhs: jax.Array,
     group_sizes: jax.Array,
     ragged_dot_dimension_numbers: jax.lax.RaggedDotDimensionNumbers,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     group_offset: jax.Array | None = None,
-    out_sharding: Any = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general`, on GPUs by the kernels of `ragged_dot` where the table has the dimension numbers.
 
@@ -162,7 +168,7 @@ def ragged_dot_general(
     return _product(form, settings, preferred_element_type, lhs, rhs, group_sizes)
 
 
-def _to_sizes(op: str, group_sizes: Any, most: int) -> jax.Array:
+def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
     """int32. Sizes that are known when traced are at most `most`: their sum stays below 2^31."""
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.minimum(group_sizes, most)
     checks.check_array(op, "group_sizes", sizes, dtype=np.integer)
@@ -172,7 +178,7 @@ def _to_sizes(op: str, group_sizes: Any, most: int) -> jax.Array:
 def _product(
     form: Form,
     settings: ProductSettings,
-    preferred_element_type: Any,
+    preferred_element_type: DTypeLike | None,
     left: Rows,
     right: jax.Array,
     group_sizes: jax.Array,
@@ -183,7 +189,7 @@ def _product(
     return grouped_product(form, settings, dtype, *operands)
 
 
-def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
+def _check_plain_arrays(op: str, group_offset: object, **operands: object) -> None:
     """Raises TypeError for operands in other libraries' or our own formats, which have products of their own."""
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None, got {group_offset}")
@@ -194,12 +200,13 @@ def _check_plain_arrays(op: str, group_offset: Any, **operands: Any) -> None:
             raise TypeError(f"{op}: {name} must be an array, got {kind}: call {module}.ragged_dot")
 
 
-def _by_xla(form: Form, precision: Any, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array) -> jax.Array:
-    options: Any = {"precision": precision, "preferred_element_type": dtype}
+def _by_xla(
+    form: Form, precision: PrecisionLike, dtype: DTypeLike | None, left: Rows, right: Rows, group_sizes: jax.Array
+) -> jax.Array:
     lhs, rhs = dense_rows(left), dense_rows(right)
     if form == "contracted":
-        return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, _CONTRACT_ROWS, **options)
-    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if form == "transposed" else rhs, group_sizes, **options)
+        return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, _CONTRACT_ROWS, precision, dtype)
+    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if form == "transposed" else rhs, group_sizes, precision, dtype)
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -295,7 +302,7 @@ def biased_product(
     return _differentiated_as(composed, by_platform(composed, cuda=kernels.biased_matmul), *operands)
 
 
-def _differentiated_as(composed: Callable[..., Any], call: Callable[..., Any], *operands: Any) -> Any:
+def _differentiated_as(composed: Callable[..., _T], call: Callable[..., _T], *operands: PyTree) -> _T:
     """call(*operands), with the derivative of `composed`."""
     product = jax.custom_jvp(call)
     product.defjvp(lambda primals, tangents: (product(*primals), jax.jvp(composed, primals, tangents)[1]))
@@ -304,18 +311,18 @@ def _differentiated_as(composed: Callable[..., Any], call: Callable[..., Any], *
 
 def _by(
     name: str,
-    by_xla: Callable[..., Any],
+    by_xla: Callable[..., _T],
     settings: ProductSettings,
-    dtype: Any,
+    dtype: DTypeLike | None,
     left: Rows,
     right: Rows,
     group_sizes: jax.Array,
-    **options: Any,
-) -> Callable[..., Any]:
+    **options: object,
+) -> Callable[..., _T]:
     """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
     product_by = _choose(settings, dtype or left.dtype, left, right, group_sizes)
-    platforms: dict[str, Callable[..., Any]] = {}
+    platforms: dict[str, Callable[..., _T]] = {}
     if product_by == "core":
         platforms = {"cuda": partial(getattr(kernels, name), **options)}
     elif product_by == "pallas":
@@ -332,7 +339,7 @@ def _platforms(settings: ProductSettings) -> tuple[str, ...]:
 
 
 def _choose(
-    settings: ProductSettings, dtype: Any, left: Rows, right: Rows, group_sizes: jax.Array
+    settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, group_sizes: jax.Array
 ) -> Literal["core", "pallas", "xla"]:
     """Who multiplies these operands.
 
@@ -361,7 +368,7 @@ def _choose(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def grouped_product(
-    form: Form, settings: ProductSettings, dtype: Any, left: Rows, right: Rows, sizes: jax.Array
+    form: Form, settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
     """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
     by_xla = partial(_by_xla, form, settings.precision, dtype)
@@ -377,7 +384,7 @@ def grouped_product(
 
 @grouped_product.defjvp
 def _product_jvp(
-    form: Form, settings: ProductSettings, dtype: Any, primals: Any, tangents: Any
+    form: Form, settings: ProductSettings, dtype: DTypeLike, primals: _Operands, tangents: _Operands
 ) -> tuple[jax.Array, jax.Array]:
     """The derivatives of the three forms have these forms, too."""
 
@@ -387,16 +394,16 @@ def _product_jvp(
     def home(rows: Rows, d_rows: jax.Array) -> jax.Array:
         return sum_rows(d_rows, rows.indices, rows.matrix.shape[0]) if isinstance(rows, GatheredRows) else d_rows
 
-    def forward(residuals: Any, tangents: Any) -> jax.Array:
+    def forward(residuals: _Operands, tangents: tuple[jax.Array | None, ...]) -> jax.Array:
         (left, right, sizes), (d_left, d_right) = residuals, tangents
         pairs = ((d_left, lambda d: (inside(left, d), right)), (d_right, lambda d: (left, inside(right, d))))
         first, *second = (grouped_product(form, settings, dtype, *pair(d), sizes) for d, pair in pairs if d is not None)
         return first + second[0] if second else first
 
-    def backward(residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    def backward(residuals: _Operands, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
         left, right, sizes = residuals
         c = cotangent.astype(jnp.promote_types(left.dtype, right.dtype))
-        of_both: dict[Form, Any] = {
+        of_both: dict[Form, tuple[tuple[Form, Rows, Rows], ...]] = {
             "plain": (("transposed", c, right), ("contracted", left, c)),
             "transposed": (("plain", c, right), ("contracted", c, left)),
             "contracted": (("transposed", right, c), ("plain", left, c)),

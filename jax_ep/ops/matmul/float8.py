@@ -5,7 +5,7 @@ Tensor cores add up 128 terms of the contraction. Each sum of 128 terms is scale
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import by_platform
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep.ops.matmul import api, kernels
@@ -28,6 +29,7 @@ from jax_ep.ops.matmul.quantize import (
 )
 from jax_ep.ops.matmul.rows import GatheredRows, dense_rows, gathered_rows
 
+_T = TypeVar("_T")
 RESULTS = (np.dtype(jnp.bfloat16), np.dtype(np.float32))
 NO_PRODUCT_GRADIENT = (
     "products of float8 operands have no gradient: differentiate moe_mlp(precision='float8'), or wrap the product in a "
@@ -146,13 +148,13 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
     return _on_hopper(core, by_xla, lhs, rhs, group_sizes)
 
 
-def _on_hopper(core: Callable[..., Any], by_xla: Callable[..., Any], *operands: Any) -> Any:
+def _on_hopper(core: Callable[..., _T], by_xla: Callable[..., _T], *operands: PyTree) -> _T:
     """core(*operands) where the GEMM core runs and no operand is empty, else by_xla(*operands)."""
     has_core = gemm.has_gemm() and all(x.size for x in jax.tree.leaves(operands))
     return by_platform(by_xla, **({"cuda": core} if has_core else {}))(*operands)
 
 
-def _by_xla(lhs: Any, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+def _by_xla(lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
     return jax.lax.ragged_dot(dequantize(dense_rows(lhs)), dequantize(rhs), group_sizes, preferred_element_type=dtype)
 
 
@@ -184,18 +186,18 @@ def straight_through_product(
 
 
 @straight_through_product.defjvp
-def _product_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+def _product_jvp(dtype: np.dtype, primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     (lhs, rhs, group_sizes), (d_lhs, d_rhs, _) = primals, tangents
     narrow = lhs.dtype
     if isinstance(rhs, Float8Weights):
         lhs = d_rhs = None
 
-    def forward(residuals: Any, tangents: Any) -> jax.Array:
+    def forward(residuals: PyTree, tangents: PyTree) -> jax.Array:
         (lhs, rhs, group_sizes), (d_lhs, d_rhs) = residuals, tangents
         by_lhs = api.ragged_dot(d_lhs, as_array(rhs, d_lhs.dtype), group_sizes)
         return (by_lhs if d_rhs is None else by_lhs + api.ragged_dot(lhs, d_rhs, group_sizes)).astype(dtype)
 
-    def backward(residuals: Any, cotangent: jax.Array) -> Any:
+    def backward(residuals: PyTree, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         lhs, rhs, group_sizes = residuals
         cotangent = cotangent.astype(narrow)
         d_rhs = None if lhs is None else api.rhs_gradient(lhs, cotangent, group_sizes)

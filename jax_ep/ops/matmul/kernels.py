@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import FLOAT8, Float8, Float8Rows, Float8Weights
@@ -17,7 +18,7 @@ def grouped_matmul(
     rhs: jax.Array | Float8Weights,
     group_sizes: jax.Array,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     transpose_rhs: bool = False,
 ) -> jax.Array:
     """[M, K], [G, K, N] (or [G, N, K], to be transposed), [G] -> [M, N]: a group's rows times its matrix."""
@@ -29,7 +30,7 @@ def biased_matmul(lhs: Rows, group_sizes: jax.Array, rhs: jax.Array, bias: jax.A
     return _call([lhs], [rhs], group_sizes, dtype=lhs.dtype, biases=[bias])["result"]
 
 
-def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: Any) -> jax.Array:
+def grouped_outer(lhs: Rows, rhs: Rows, group_sizes: jax.Array, *, dtype: DTypeLike) -> jax.Array:
     """[M, K], [M, N], [G] -> [G, K, N]: over a group's rows, `lhs` transposed times `rhs`. One may be gathered."""
     return _call([lhs], [rhs], group_sizes, dtype=dtype, grouping="k_grouped")["result"]
 
@@ -70,7 +71,7 @@ def _call(
     rhs: Sequence[Rows | Float8Weights],
     group_sizes: jax.Array,
     *,
-    dtype: Any,
+    dtype: DTypeLike,
     grouping: str = "m_grouped",
     formula: str = "store",
     activation: str = "none",

@@ -1,7 +1,6 @@
 """float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (DeepGEMM's recipe)."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +111,7 @@ def as_array(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 
 
-def frozen(op: str, name: str, operand: Any) -> Any:
+def frozen(op: str, name: str, operand: jax.Array | Float8Weights) -> jax.Array | Float8Weights:
     """The operand. If it is in float8, its differentiation raises a TypeError that names `op` and the argument."""
     message = f"{op}: {name} in float8 has no gradient: differentiate one of another dtype"
     return without_gradient(message, operand) if isinstance(operand, Float8) else operand

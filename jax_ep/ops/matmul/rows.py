@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks
+from jax_ep._kit.float8 import Float8Rows
 from jax_ep._kit.linear import linear
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.pallas_kernels import ZERO_ROW as ZERO_ROW
@@ -37,7 +38,7 @@ class GatheredRows:
 Rows = jax.Array | GatheredRows
 
 
-def gathered_rows(op: str, matrix: Any, lhs_indices: jax.Array) -> GatheredRows:
+def gathered_rows(op: str, matrix: jax.Array | Float8Rows, lhs_indices: jax.Array) -> GatheredRows:
     """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless both fit."""
     checks.check_array(op, "lhs_indices", lhs_indices, "[M]", np.integer)
     return GatheredRows(matrix, checks.to_int32(lhs_indices))

@@ -1,6 +1,7 @@
 """ragged_all_to_all: `jax.lax`'s, on every platform of jax_ep, with its derivatives."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def ragged_all_to_all(
     recv_sizes: jax.Array,
     *,
     axis_name: AxisName,
-    axis_index_groups: Any = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     group: Group | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
@@ -98,7 +99,7 @@ def _group(op: str, axis_name: AxisName, group: Group | None) -> Group:
     return found
 
 
-def _check_arrays(op: str, operand: Any, output: Any, *slices: Any) -> None:
+def _check_arrays(op: str, operand: jax.Array, output: jax.Array, *slices: jax.Array) -> None:
     """Raises the errors of `jax.lax.ragged_all_to_all`."""
     checks.check_whole_bytes(op, "operand", operand)
     checks.check_whole_bytes(op, "output", output)
@@ -130,7 +131,7 @@ def _check_slices(op: str, entries: int, size: int) -> None:
         raise ValueError(f"{op}: input_offsets must have at most {MAX_SLICES} entries per rank, got {entries // size}")
 
 
-def _partition(op: str, axis_index_groups: Any, size: int, entries: int) -> np.ndarray:
+def _partition(op: str, axis_index_groups: Sequence[Sequence[int]], size: int, entries: int) -> np.ndarray:
     """[size, ranks of a part]: for each rank, the ranks of its part."""
     try:
         parts = [[operator.index(rank) for rank in part] for part in axis_index_groups]

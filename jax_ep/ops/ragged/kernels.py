@@ -1,7 +1,6 @@
 """The kernel of ragged_all_to_all as an FFI call, with its derivatives."""
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,8 @@ import numpy as np
 from jax_ep._kit import ffi
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
+
+_Arrays = tuple[jax.Array, ...]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -29,17 +30,17 @@ def ragged_all_to_all(group: Group, operand: jax.Array, output: jax.Array, *indi
 
 
 @ragged_all_to_all.defjvp
-def _jvp(group: Group, primals: Any, tangents: Any) -> Any:
+def _jvp(group: Group, primals: _Arrays, tangents: _Arrays) -> tuple[jax.Array, jax.Array]:
     operand, _, *indices = primals
 
-    def forward(indices: Any, rows: Any) -> jax.Array:
+    def forward(indices: list[jax.Array], rows: _Arrays) -> jax.Array:
         return ragged_all_to_all(group, *rows, *indices)
 
     backward = partial(_backward, group, operand.shape[0])
     return ragged_all_to_all(group, *primals), linear(forward, backward, indices, tangents[:2])
 
 
-def _backward(group: Group, rows: int, indices: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(group: Group, rows: int, indices: list[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The reverse exchange: each received row goes back to its source row."""
     input_offsets, send_sizes, output_offsets, recv_sizes = indices
     size, entries = group.size, input_offsets.shape[0]
