@@ -7,14 +7,18 @@ from typing import Any, Literal
 import jax
 
 from jax_ep._kit import checks, vary
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, frozen
+from jax_ep.ops.moe.experts import ProductFunction
 from jax_ep.ops.moe.settings import note_same_tokens, same_on_all_ranks
 from jax_ep.ops.moe.units import NO_BIASES, Experts
 
+_Expected = tuple[tuple[int, ...], str]  # a shape and its layout
 
-def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, any_matrices: bool) -> Experts:
+
+def checked_experts(op: str, tokens: jax.Array, experts: Experts, group: Group, *, any_matrices: bool) -> Experts:
     """`experts` with three biases, each may be None. Differentiating matrices in float8 raises a TypeError.
 
     Args:
@@ -42,7 +46,7 @@ def checked_experts(op: str, tokens: jax.Array, experts: Any, group: Group, *, a
 def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
     if experts.biases is not None:
         raise ValueError(f"{op}: experts.biases must be None where product is given, which may add them")
-    counts = set[Any]()
+    counts = set[int | None]()
     for name in names:
         leaves = jax.tree.leaves(getattr(experts, name))
         for leaf in leaves:
@@ -56,14 +60,14 @@ def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
         )
 
 
-def checked_shared(op: str, tokens: jax.Array, experts: Any) -> Experts:
+def checked_shared(op: str, tokens: jax.Array, experts: Experts) -> Experts:
     """`experts`, which are `shared_experts`, with three biases, each may be None."""
     _names_of(op, "shared_experts", experts)
     _check_matrices(op, "shared_experts", tokens, experts, "")
     return dataclasses.replace(experts, biases=experts.biases or NO_BIASES)
 
 
-def _names_of(op: str, of: str, experts: Any) -> tuple[str, ...]:
+def _names_of(op: str, of: str, experts: object) -> tuple[str, ...]:
     if not isinstance(experts, Experts):
         raise TypeError(f"{op}: {of} must be a jax_ep.Experts, got {checks.describe(experts)}")
     if not experts.first_names:
@@ -100,7 +104,7 @@ def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead:
     _check_biases(op, of, experts, tokens, ((*count, width), f"[{lead}F]"), ((*count, hidden), f"[{lead}H]"))
 
 
-def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: Any, outer: Any) -> None:
+def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: _Expected, outer: _Expected) -> None:
     """Args: `inner` and `outer`, the shape and layout of the biases of gate and up, and of the bias of down."""
     biases: Any = experts.biases
     if biases is None:
@@ -114,7 +118,7 @@ def _check_biases(op: str, of: str, experts: Experts, tokens: jax.Array, inner: 
         raise ValueError(f"{op}: {of}.biases[0] must be None where {of}.gate is None, got one")
 
 
-def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: Any) -> bool:
+def is_in_float8(op: str, precision: object, wire: object, experts: Experts, product: object) -> bool:
     """Whether the products of routed rows have operands in float8."""
     checks.check_one_of(op, "precision", precision, Literal[None, "float8"])
     checks.check_one_of(op, "wire", wire, Literal[None, "float8"])
@@ -136,7 +140,7 @@ def is_in_float8(op: str, precision: Any, wire: Any, experts: Experts, product: 
     return True
 
 
-def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: Group, wire: Any) -> None:
+def check_shared_tokens(op: str, shared_tokens: bool, tokens: jax.Array, group: Group, wire: object) -> None:
     """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`."""
     checks.check_bool(op, "shared_tokens", shared_tokens)
     if not shared_tokens:
@@ -153,10 +157,10 @@ def check_shared_tokens(op: str, shared_tokens: Any, tokens: jax.Array, group: G
         )
 
 
-def checked_product(op: str, product: Any) -> Any:
+def checked_product(op: str, product: ProductFunction) -> ProductFunction:
     """`product`, which raises ValueError if its result is no array with the rows of its operand."""
 
-    def checked(rows: jax.Array, matrix: Any, group_sizes: jax.Array) -> Any:
+    def checked(rows: jax.Array, matrix: PyTree, group_sizes: jax.Array) -> jax.Array:
         made = product(rows, matrix, group_sizes)
         if not isinstance(made, checks.ARRAYS) or made.ndim != 2 or made.shape[0] != rows.shape[0]:
             raise ValueError(f"{op}: product must return an array of {rows.shape[0]} rows, got {checks.describe(made)}")

@@ -11,7 +11,7 @@ checkpoints hold experts.
 
 import itertools
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ def _plan(
     return ReplicaPlan(flat, np.array([np.resize(s, most) for s in slots], np.int32), counts)
 
 
-def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: Any) -> list[list[int]]:
+def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: np.ndarray | None) -> list[list[int]]:
     """The kinds of the items in each bin. Args: `before`, the kinds that each bin had, or None."""
     busy, held = np.zeros(bins), [[] for _ in range(bins)]
     limit = SLACK * loads.sum() / bins
@@ -172,12 +172,12 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     index = (row, number, from_here, to_here, *here, jnp.max(jnp.asarray(plan.counts)))
     exchange = partial(ragged_all_to_all, axis_name=group.axis_name, group=group, implementation=implementation)
 
-    def out(index: Any, own: jax.Array) -> jax.Array:
+    def out(index: list[jax.Array], own: jax.Array) -> jax.Array:
         row, _, from_here, to_here, at, *_ = index
         empty = jnp.zeros_like(own, shape=(room, *own.shape[1:]))
         return exchange(own, empty, row, from_here.astype(int), at, to_here.astype(int))
 
-    def home(index: Any, cotangent: jax.Array) -> jax.Array:
+    def home(index: list[jax.Array], cotangent: jax.Array) -> jax.Array:
         _, number, from_here, to_here, at, my_row, my_number, most = index
         nothing = jnp.zeros_like(cotangent, shape=(local, *cotangent.shape[1:]))
 
@@ -226,12 +226,12 @@ def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Arra
     return slot.astype(jnp.int32).reshape(expert_ids.shape)
 
 
-def _check_on_host(op: str, name: str, x: Any) -> None:
+def _check_on_host(op: str, name: str, x: object) -> None:
     if isinstance(x, Tracer):
         raise TypeError(f"{op}: {name} must be known on the host, got a traced {checks.describe(x)}")
 
 
-def _check_is_plan(op: str, name: str, plan: Any) -> None:
+def _check_is_plan(op: str, name: str, plan: object) -> None:
     if not isinstance(plan, ReplicaPlan):
         raise TypeError(f"{op}: {name} must be the ReplicaPlan of plan_replicas, got {checks.describe(plan)}")
 

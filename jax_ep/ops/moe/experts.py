@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import zero_from_primal
 
 from jax_ep._kit import gemm, vary
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep.ops.matmul import api as matmul
@@ -44,8 +45,9 @@ from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import COMBINED, MoeStats, Routing, Unexpanded
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, product_biases, sums_by_expert, with_bias
 
-ProductFunction = Callable[[Any, Any, jax.Array], jax.Array]  # of rows, matrices and group sizes
+ProductFunction = Callable[[jax.Array, PyTree, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
+Parameters = tuple[jax.Array, ...]  # of the unit (`closed_over`)
 
 # The name by which a policy of `jax.checkpoint` keeps the products by gate and up; in the plain chain also the product
 # by down.
@@ -74,7 +76,7 @@ class Operands(NamedTuple):
     expert_ids: Any
     weights: jax.Array
     experts: Experts
-    parameters: tuple[jax.Array, ...] = ()  # of the unit (`closed_over`)
+    parameters: Parameters = ()
 
 
 def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
@@ -114,10 +116,10 @@ def plain_answers(
     sizes: jax.Array,
     routing: Routing,
     experts: Experts,
-    parameters: tuple[jax.Array, ...] = (),
+    parameters: Parameters = (),
 ) -> tuple[jax.Array, Routing]:
     """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
-    multiply: Any = call.product or partial(
+    multiply: Callable[..., jax.Array] = call.product or partial(
         matmul.ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla"
     )
     if call.in_float8:  # rows were dequantized, and are quantized again
@@ -133,7 +135,7 @@ def plain_answers(
     return with_bias(answers, down_bias, sizes), routing
 
 
-def _unit_of_rows(call: ExpertsCall, routing: Routing, products: Products, parameters: tuple[jax.Array, ...]) -> Any:
+def _unit_of_rows(call: ExpertsCall, routing: Routing, products: Products, parameters: Parameters) -> jax.Array:
     """The unit of the products. A function of the user's gets 1 in rows without an assignment, because its slope at 0
     may be infinite, and gradients of what it closed over add up all rows."""
     if call.unit.known is None:
@@ -154,7 +156,7 @@ class Residuals(NamedTuple):
     routing: Routing
     products: Products
     experts: Experts
-    parameters: tuple[jax.Array, ...]
+    parameters: Parameters
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -164,7 +166,7 @@ def _experts(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats
 
 
 @_experts.defjvp
-def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Operands]) -> Any:
+def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Operands]) -> PyTree:
     combined, residuals = _forward(call, *primals, keep_products=True)
     [d_operands] = tangents
     d_matrices = {
@@ -191,15 +193,15 @@ def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> t
 
 
 def answers_of(
-    call: ExpertsCall, residuals: Residuals, dtype: Any, *, keep_products: bool
+    call: ExpertsCall, residuals: Residuals, dtype: np.dtype, *, keep_products: bool
 ) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
     inner: Any
     inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
-    multiply: Any = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
+    multiply: Callable[..., jax.Array] = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
     down, sizes, (_, bias) = residuals.experts.down, residuals.sizes, product_biases(residuals.experts)
 
-    def composed(inner: Any, sizes: jax.Array, down: Any, bias: jax.Array | None) -> jax.Array:
+    def composed(inner: jax.Array | Float8Rows, sizes: jax.Array, down: PyTree, bias: jax.Array | None) -> jax.Array:
         return with_bias(multiply(inner, down, sizes), bias, sizes)
 
     if bias is None or call.in_float8:
@@ -208,7 +210,7 @@ def answers_of(
 
 
 def _up_and_gate(
-    call: ExpertsCall, residuals: Residuals, dtype: Any, *, keep_products: bool
+    call: ExpertsCall, residuals: Residuals, dtype: np.dtype, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
     """The unit of the products by gate and up, and these products.
 
@@ -220,7 +222,7 @@ def _up_and_gate(
     matrices, (biases, _) = experts.first_matrices, product_biases(experts)
     multiply: Any = partial(quantize_and_multiply, dtype=dtype) if call.in_float8 else matmul.rows_product
 
-    def composed(rows: Any, sizes: jax.Array, *operands: Any) -> tuple[jax.Array, Products]:
+    def composed(rows: Rows | Float8Rows, sizes: jax.Array, *operands: PyTree) -> tuple[jax.Array, Products]:
         split = len(matrices)
         added = operands[split:] or (None,) * split
         products = tuple(
@@ -230,7 +232,7 @@ def _up_and_gate(
         inner = _unit_of_rows(call, residuals.routing, products, residuals.parameters)
         return inner, products if keep_products else ()
 
-    def composed_to_float8(*operands: Any) -> Float8Rows:
+    def composed_to_float8(*operands: PyTree) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
 
     given = [bias for bias in biases if bias is not None]
@@ -261,12 +263,12 @@ def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> 
         d_rows = gradients.scatter(group, d_operands.tokens, routing)
     names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
 
-    def sums(rows: jax.Array, weights: jax.Array, matrices: Any, biases: Any, parameters: Any) -> jax.Array:
+    def sums(rows: jax.Array, weights: jax.Array, matrices: PyTree, biases: PyTree, parameters: PyTree) -> jax.Array:
         moved = dataclasses.replace(experts, **dict(zip(names, matrices, strict=True)), biases=biases)
         answers, _ = plain_answers(call, rows, sizes, routing, moved, parameters)
         return gradients.intranode_combine(group, answers, weights, routing)
 
-    def operands_of(rows: Any, weights: jax.Array, experts: Experts, parameters: Any) -> tuple[Any, ...]:
+    def operands_of(rows: jax.Array, weights: jax.Array, experts: Experts, parameters: PyTree) -> tuple[PyTree, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
     wide = as_array(dense_rows(rows), d_operands.tokens.dtype)
@@ -305,7 +307,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
 
-    def biases_of(biases: Any) -> Any:
+    def biases_of(biases: PyTree) -> PyTree:
         return product_biases(dataclasses.replace(experts, biases=biases))
 
     d_first_biases = tuple(
@@ -318,8 +320,8 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
 
 
 def _unit_cotangents(
-    call: ExpertsCall, residuals: Residuals, d_answers: Rows, row_weights: jax.Array, dtype: Any
-) -> tuple[jax.Array, Products, jax.Array, Any]:
+    call: ExpertsCall, residuals: Residuals, d_answers: Rows, row_weights: jax.Array, dtype: np.dtype
+) -> tuple[jax.Array, Products, jax.Array, Parameters]:
     """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, and of the
     unit's parameters."""
     _, sizes, routing, products, experts, parameters = residuals
@@ -351,11 +353,11 @@ def _down_bias_cotangents(
     return (high + low).astype(bias.dtype), by_weight
 
 
-def _summands(weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _summands(weights: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Two arrays of `dtype` that add up to `weights` to within 2^-16: products of 16-bit operands are exact."""
     high = weights.astype(dtype)
     return high, (weights - high.astype(weights.dtype)).astype(dtype)
 
 
-def _matrix_gradient(rows: Rows, matrix: Any, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
+def _matrix_gradient(rows: Rows, matrix: PyTree, cotangent: Rows, sizes: jax.Array) -> jax.Array | None:
     return None if isinstance(matrix, Float8Weights) else matmul.rhs_gradient(rows, cotangent, sizes)

@@ -19,12 +19,12 @@ keeps these names saves a second exchange.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
@@ -40,6 +40,8 @@ from jax_ep.ops.moe.types import (
     Unexpanded,
 )
 
+_Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weights, and the routing
+
 
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
@@ -47,10 +49,10 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
     Several calls may write into one array. They write different rows, so the cotangent of `onto` is that of the result.
     """
 
-    def forward(routing: Routing, operands: Any) -> jax.Array:
+    def forward(routing: Routing, operands: tuple[jax.Array, jax.Array | None]) -> jax.Array:
         return kernels.ffi_scatter(group, operands[0], routing, operands[1])
 
-    def backward(routing: Routing, cotangent: jax.Array) -> Any:
+    def backward(routing: Routing, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         tokens, _ = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)
         return tokens, None if onto is None else cotangent
 
@@ -126,13 +128,13 @@ def intranode_dispatch(
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_derivative(
     group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched | Unexpanded
-) -> tuple[Any, jax.Array]:
+) -> tuple[PyTree, jax.Array]:
     """The floats of a dispatch, without the integers: JAX has no types for tangents of integers."""
     return out.rows, out.routing.weights
 
 
 @_with_derivative.defjvp
-def _with_derivative_jvp(group: Group, config: DispatchConfig, primals: Any, tangents: Any) -> Any:
+def _with_derivative_jvp(group: Group, config: DispatchConfig, primals: PyTree, tangents: PyTree) -> PyTree:
     if config.wire == "float8_rows":
         raise TypeError(NO_GRADIENT)
     there, back = (_to_rows, _from_rows) if config.expand else (_to_slots, _from_slots)
@@ -172,17 +174,17 @@ def _from_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.A
 
 
 @combine_chunks.defjvp
-def _combine_jvp(group: Group, chunks: Chunks, primals: Any, tangents: Any) -> Any:
+def _combine_jvp(group: Group, chunks: Chunks, primals: _Combined, tangents: _Combined) -> PyTree:
     expert_outputs, weights, routing = primals
     out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
 
-    def forward(residuals: Any, tangents: Any) -> list[jax.Array]:
+    def forward(residuals: _Combined, tangents: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
         (outputs, weights, routing), (d_outputs, d_weights) = residuals, tangents
         by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
         by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
         return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
 
-    def backward(residuals: Any, cotangents: list[jax.Array]) -> Any:
+    def backward(residuals: _Combined, cotangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         outputs, weights, routing = residuals
         d_rows = scatter_all(group, cotangents, chunks.cut(routing))
         d_outputs = weighed(d_rows, routing.by_row(weights, 0))

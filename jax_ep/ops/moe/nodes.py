@@ -11,12 +11,13 @@ kernels move rows along it. All steps are differentiable functions.
 """
 
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Rows, packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep._kit.node_sums import added_up, sum_over_nodes
@@ -28,6 +29,8 @@ from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, NodeRouting, Routing
 from jax_ep.ops.moe.xla import xla_combine, xla_scatter
 from jax_ep.runtime.undelivered import nan_on_overflow
+
+_Rows = TypeVar("_Rows")  # a pytree of rows
 
 
 def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
@@ -125,7 +128,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
     )
 
 
-def _nan_on_overflow(call: DispatchCall, received: Any, needed: jax.Array, most: jax.Array | None) -> Any:
+def _nan_on_overflow(call: DispatchCall, received: _Rows, needed: jax.Array, most: jax.Array | None) -> _Rows:
     """`received`, or NaN if a rank has more tokens for a node than are sent, or needs more rows than the capacity."""
     group, op = call.group, "dispatch"
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
@@ -143,7 +146,7 @@ def _node_capacity_error(op: str, rank: int, needed: int, node_capacity: int) ->
     )
 
 
-def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> Any:
+def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array | Float8Rows:
     """The rows of the local experts, [C, H], or `Float8Rows`."""
     if call.config.wire is None:
         return _moved(call, tokens, sent, local)
@@ -172,7 +175,7 @@ def _rows_through_float8(call: DispatchCall, tokens: jax.Array, sent: jax.Array 
 
 
 @_rows_through_float8.defjvp
-def _rows_through_float8_jvp(call: DispatchCall, primals: Any, tangents: Any) -> Any:
+def _rows_through_float8_jvp(call: DispatchCall, primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     tokens, sent, local = primals
     return _rows_through_float8(call, tokens, sent, local), _moved(call, tangents[0], sent, local)
 

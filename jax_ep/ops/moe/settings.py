@@ -167,7 +167,7 @@ def validated(
     )
     chunks = int(group.node_options.chunks) if by_kernels else 1
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
-    operands: Any = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
+    operands = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
     return DispatchCall(group, config, node_capacity, chunks, by_kernels), operands
 
 
@@ -189,7 +189,7 @@ def runs_kernels(op: str, group: Group, implementation: Implementation, num_toke
     return group._resolve(op, implementation, serves_nodes=True) == "kernels" and num_tokens > 0
 
 
-def _capacity_in_rows(op: str, capacity: Any, factor: Any, even: int, alignment: int, max_rows: int) -> int:
+def _capacity_in_rows(op: str, capacity: object, factor: object, even: int, alignment: int, max_rows: int) -> int:
     """The capacity in rows.
 
     Args:

@@ -1,7 +1,7 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ class Routing:
         """[C] bool: the rows of the products that hold an assignment; not padding, nor rows after the last expert's."""
         return self.by_row(self.row_of >= 0, False)
 
-    def by_row(self, values: jax.Array, nothing: Any) -> jax.Array:
+    def by_row(self, values: jax.Array, nothing: float) -> jax.Array:
         """[C]: for each row of this rank the value of its assignment, of `values` [R, T, K]; else `nothing`."""
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
         return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._kit import checks
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep._kit.sums import Segments, sum_segments
@@ -48,9 +49,9 @@ class Experts:
         compiles again.
     """
 
-    gate: Any
-    up: Any
-    down: Any
+    gate: PyTree
+    up: PyTree
+    down: PyTree
     biases: Biases | None = None
     activation: ActivationName | Activation | ClampedSwiglu | Gated = dataclasses.field(
         default="silu", metadata={"static": True}
@@ -65,7 +66,7 @@ class Experts:
         return tuple(name for name in ("gate", "up") if getattr(self, name) is not None)
 
     @property
-    def first_matrices(self) -> tuple[Any, ...]:
+    def first_matrices(self) -> tuple[PyTree, ...]:
         return tuple(getattr(self, name) for name in self.first_names)
 
 
