@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 
@@ -123,7 +123,7 @@ def _run(role: ProcessSpec, options: argparse.Namespace) -> None:
         watchdog.end_process(1, partial(traceback.print_exception, error))
 
 
-_kept: list[Any] = []  # until the process ends
+_kept: list[object] = []  # until the process ends
 
 
 class _LastToLeave:
@@ -132,7 +132,7 @@ class _LastToLeave:
     XLA's GPU clients, also in process 0, watch the service until their process ends, and log errors if it stops.
     """
 
-    def __init__(self, service: Any, pipe: int):
+    def __init__(self, service: object, pipe: int):
         self._service, self._pipe = service, pipe
 
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_ep._kit import checks
 
@@ -39,7 +39,7 @@ class NodeOptions:
     chunks: int = 1
 
 
-def checked(nodes: Any) -> NodeOptions:
+def checked(nodes: object) -> NodeOptions:
     """The argument `nodes` of a group; None stands for the defaults."""
     if nodes is None:
         return NodeOptions()

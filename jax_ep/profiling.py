@@ -6,9 +6,9 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import jax
 
@@ -119,7 +119,7 @@ def _write(file: IO[str], current: _Profile) -> None:
     file.write("\n]}\n")
 
 
-def _events(current: _Profile) -> Iterator[dict[str, Any]]:
+def _events(current: _Profile) -> Iterator[Mapping[str, object]]:
     first_pid = 0
     for group, ranks in sorted(current.ranks, key=lambda each: each[0].id):
         for rank in ranks:
@@ -129,8 +129,8 @@ def _events(current: _Profile) -> Iterator[dict[str, Any]]:
         first_pid += len(ranks)
 
 
-def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[dict[str, Any]]:
-    def metadata(what: str, tid: int = 0, **args: Any) -> dict[str, Any]:
+def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[Mapping[str, object]]:
+    def metadata(what: str, tid: int = 0, **args: str | int) -> Mapping[str, object]:
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
     line = f", line {rank.line}" if group.mesh.size > group.size else ""
@@ -149,7 +149,7 @@ def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[dict[str, Any]
         yield metadata("thread_sort_index", tid=2 * cta + role, sort_index=2 * cta + role)
 
 
-def _slices(spans: list[Span], pid: int) -> Iterator[dict[str, Any]]:
+def _slices(spans: list[Span], pid: int) -> Iterator[Mapping[str, object]]:
     """A slice per op of a thread, before the slices of its phases: the outer of two that begin together comes first."""
     for (cta, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.cta, span.role, span.epoch)):
         phases = list(of_op)

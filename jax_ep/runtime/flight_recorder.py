@@ -113,7 +113,7 @@ def _write_whole(folder: Path, text: str) -> Path:
     return path
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     """The value for JSON: records as objects."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
@@ -122,7 +122,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _parsed(kind: Any, value: Any, name: str) -> Any:
+def _parsed(kind: Any, value: object, name: str) -> Any:
     """The reverse of `_plain`: a value of `kind`, which is a NamedTuple, a list, str, int or float.
 
     Raises:

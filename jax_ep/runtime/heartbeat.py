@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 
@@ -41,7 +41,7 @@ class GroupPart(NamedTuple):
     last: str = ""  # the op that was begun last
 
     @classmethod
-    def parse(cls, group: Any, state: Any, seen: Any, begun: Any, ended: Any, last: Any, *_: Any) -> Self:
+    def parse(cls, group: str, state: str, seen: str, begun: int, ended: int, last: str, *_: object) -> Self:
         return cls(str(group), str(state), str(seen), int(begun), int(ended), str(last))
 
 
@@ -116,7 +116,7 @@ class HeartbeatThread:
                 self._thread.start()
         return part
 
-    def update(self, part: str, **changed: Any) -> None:
+    def update(self, part: str, **changed: str | int) -> None:
         """Changes fields of a part. It ends once, by its `state`."""
         with self._lock:
             self._parts[part] = self._parts[part]._replace(**changed)

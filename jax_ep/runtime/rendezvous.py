@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -152,12 +152,12 @@ class _Rendezvous:
             on_failure.pop_all()
             return mine
 
-    def _send_to_all(self, listener: bootstrap.Listener, message: dict[str, Any]) -> None:
+    def _send_to_all(self, listener: bootstrap.Listener, message: dict[str, object]) -> None:
         for process in list(listener.accepted):
             self._send(listener, process, message)
 
     def _send(
-        self, listener: bootstrap.Listener, process: int, message: dict[str, Any], descriptors: Collection[int] = ()
+        self, listener: bootstrap.Listener, process: int, message: dict[str, object], descriptors: Collection[int] = ()
     ) -> bool:
         """Whether the process was connected; otherwise it is dropped."""
         try:
