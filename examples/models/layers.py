@@ -1,0 +1,334 @@
+"""What the models of this folder share: attention, positions, norms, the mixture of experts, the scan over layers.
+
+Arrays are global: a batch [B, S, H] is sharded over all axes of the mesh, the experts over the axis of the group, and
+XLA gathers each layer's other weights before it runs. Only the mixture of experts runs inside `jax.shard_map`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
+
+import jax_ep
+
+# Kept for the backward pass by `Run(remat=KEEP_EXCHANGES)`: what the products and the exchange of the experts gave.
+KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("jax_ep_products", "jax_ep_dispatch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a model is computed, which its config.json does not say.
+
+    Attributes:
+      group: the open group of the devices that share the experts.
+      dtype: of activations, and of the parameters where they are multiplied.
+      attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
+        sinks.
+      remat: a policy of `jax.checkpoint` for each layer, such as `KEEP_EXCHANGES`; None keeps everything.
+      moe: more arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `precision`.
+    """
+
+    group: jax_ep.Group
+    dtype: DTypeLike = jnp.bfloat16
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    remat: Callable[..., Any] | None = None
+    moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def rows(self, batch: int, length: int) -> P:
+        """How activations [batch, length, ...] are sharded: by sequences, or by tokens; a few tokens are not."""
+        mesh = self.group.mesh
+        if batch % mesh.size == 0:
+            return P(mesh.axis_names)
+        return P(None, mesh.axis_names) if length % mesh.size == 0 else P()
+
+    def constrain(self, x: Any, spec: P) -> Any:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.group.mesh, spec))
+
+
+class Cache(NamedTuple):
+    """What attention keeps of earlier tokens.
+
+    Attributes:
+      kept: arrays [L, B, S, ...] for S tokens, such as keys and values.
+      layer: [] int32, the layer that is next.
+      position: [] int32, the number of tokens so far.
+    """
+
+    kept: tuple[jax.Array, ...]
+    layer: jax.Array
+    position: jax.Array
+
+
+class Aux(NamedTuple):
+    """What the routers of L layers did, with a leading axis [L]."""
+
+    expert_ids: jax.Array  # [L, B, S, K]
+    load: jax.Array  # [L, E] assignments of each expert
+    balance_loss: jax.Array  # [L] 1 when tokens are spread evenly
+    z_loss: jax.Array  # [L] grows with the router's logits
+    dropped: jax.Array  # [L] assignments that found no room
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary positions: RoFormer (2021), and YaRN (2023) if `factor` is not 1. Fields are those of config.json."""
+
+    rope_theta: float
+    rope_type: Literal["default", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ("default", "yarn"):
+            raise ValueError(f"config.json: rope_type must be 'default' or 'yarn', got {self.rope_type!r}")
+
+    def magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        """[dim / 2] float32, radians per token."""
+        plain = self.rope_theta ** -(np.arange(0, dim, 2, dtype=np.float32) / dim)
+        if self.rope_type == "default":
+            return plain
+
+        def pair_that_turns(times: float) -> float:
+            return (
+                dim
+                * math.log(self.original_max_position_embeddings / (times * 2 * math.pi))
+                / (2 * math.log(self.rope_theta))
+            )
+
+        low, high = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        slow = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 0.001), 0, 1)
+        return plain * (1 - slow) + plain / self.factor * slow
+
+    def angles(self, positions: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
+        """The cosine and the sine of each position [S], times YaRN's magnitude: [S, 1, dim / 2] float32."""
+        scale = self.attention_factor
+        if scale is None and self.rope_type == "yarn":
+            scale = self.magnitude(1.0)
+            if self.mscale and self.mscale_all_dim:
+                scale = self.magnitude(self.mscale) / self.magnitude(self.mscale_all_dim)
+        angle = positions.astype(jnp.float32)[:, None, None] * self.frequencies(dim)
+        return jnp.cos(angle) * (scale or 1.0), jnp.sin(angle) * (scale or 1.0)
+
+
+def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False) -> jax.Array:
+    """[B, S, heads, D], rotated in pairs of dimensions (i, i + D / 2), or (2 i, 2 i + 1) where they are interleaved."""
+    cosine, sine = angles
+    wide = x.astype(jnp.float32)
+    a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
+    return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1).astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype) * scale
+
+
+def remember(cache: Cache | None, *new: jax.Array) -> tuple[tuple[jax.Array, ...], Cache | None]:
+    """Writes `new` [B, T, ...] behind the tokens of this layer.
+
+    Returns what the T tokens attend to: `new` itself if it begins the sequence, which all but single tokens do; else
+    the layer's whole [B, S, ...].
+    """
+    if cache is None:
+        return new, None
+    kept = tuple(
+        jax.lax.dynamic_update_slice(
+            old, x[None].astype(old.dtype), (cache.layer, 0, cache.position, *[0] * (x.ndim - 2))
+        )
+        for old, x in zip(cache.kept, new, strict=True)
+    )
+    cache = cache._replace(kept=kept)
+    return (new if new[0].shape[1] > 1 else tuple(x[cache.layer] for x in kept)), cache
+
+
+def advance(cache: Cache | None, length: int) -> Cache | None:
+    """The cache after all layers have seen `length` tokens more."""
+    return cache and Cache(cache.kept, jnp.zeros_like(cache.layer), cache.position + length)
+
+
+def positions(cache: Cache | None, length: int) -> jax.Array:
+    """[length] int32, of tokens that follow those of the cache."""
+    return jnp.arange(length) + (0 if cache is None else cache.position)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    run: Run,
+    cache: Cache | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Causal attention, [B, T, N, D] -> [B, T, N, D of v].
+
+    Args:
+      q, k, v: [B, T, N, D], and [B, S, G, D] with N a multiple of G. Either S = T, or T = 1 and k and v are the cache.
+      window: a token attends to so many tokens, its own among them.
+      sinks: [N], logits that take part in each softmax and have no value.
+
+    A sink is one more key with a value of zeros. Two more dimensions hold its logit, so its gradient is one of q, in
+    any implementation.
+    """
+    width, length = v.shape[-1], q.shape[1]
+    v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))
+    if sinks is not None:
+        column = jnp.broadcast_to((sinks / scale)[:, None], (*q.shape[:3], 1)).astype(q.dtype)
+        q = jnp.concatenate([q, column, jnp.zeros((*q.shape[:3], 7), q.dtype)], axis=-1)  # cuDNN has multiples of 8
+        k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, 8),)) for x in (k, v))
+
+    def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+        implementation = run.attention
+        if implementation == "auto":
+            on_gpu = run.group.mesh.devices.flat[0].platform == "gpu"
+            fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and sinks is None
+            implementation = "cudnn" if on_gpu and fits and mask is None else "xla"
+        if sinks is not None:
+            first = jax.nn.one_hot(jnp.array([q.shape[-1] - 8]), q.shape[-1], dtype=q.dtype)
+            k = jnp.concatenate([jnp.broadcast_to(first, (k.shape[0], 1, *k.shape[2:])), k], axis=1)
+            v = jnp.pad(v, ((0, 0), (1, 0), (0, 0), (0, 0)))
+            if mask is None:  # one more query, too, keeps the diagonal where it is
+                q = jnp.pad(q, ((0, 0), (1, 0), (0, 0), (0, 0)))
+            else:
+                mask = jnp.pad(mask, ((0, 0),) * 3 + ((1, 0),), constant_values=True)
+        options: dict[str, Any] = {"mask": mask} if mask is not None else {"is_causal": True}
+        out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=implementation, **options)
+        return out[:, -length:] if mask is None else out
+
+    if cache is not None and length == 1:
+        key = jnp.arange(k.shape[1])
+        seen = (key <= cache.position) & (key > cache.position - (window or k.shape[1]))
+        out = dot_product(q, k, v, seen[None, None, None])
+    elif window is not None and window < length:
+        out = _in_windows(dot_product, q, k, v, window)
+    else:
+        out = dot_product(q, k, v, None)
+    return out[..., :width]
+
+
+def _in_windows(dot_product: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, window: int) -> Any:
+    """Blocks of `window` queries, each with the keys of its own block and of the one before."""
+    batch, length = q.shape[:2]
+    blocks = -(-length // window)
+
+    def in_blocks(x: jax.Array, before: int) -> jax.Array:
+        x = jnp.pad(x, ((0, 0), (before, blocks * window - length), (0, 0), (0, 0)))
+        return x.reshape(batch, -1, window, *x.shape[2:])
+
+    def of_two(x: jax.Array) -> jax.Array:
+        x = in_blocks(x, window)
+        both = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=2)
+        return both.reshape(-1, *both.shape[2:])
+
+    block, query, key = jnp.ogrid[:blocks, :window, : 2 * window]
+    seen = (key > query) & (key <= query + window) & ((block > 0) | (key >= window))
+    mask = jnp.broadcast_to(seen, (batch, *seen.shape)).reshape(-1, 1, *seen.shape[1:])
+    queries = in_blocks(q, 0)
+    out = dot_product(queries.reshape(-1, *queries.shape[2:]), of_two(k), of_two(v), mask)
+    return out.reshape(batch, -1, *out.shape[2:])[:, :length]
+
+
+Router = Callable[[Any, jax.Array], tuple[jax.Array, jax_ep.nn.Routed]]
+
+
+def mixture(
+    x: jax.Array,
+    route: Router,
+    router: Any,
+    experts: jax_ep.Experts,
+    run: Run,
+    *,
+    shared_experts: jax_ep.Experts | None = None,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+) -> tuple[jax.Array, Aux]:
+    """The mixture of experts: [B, S, H] -> [B, S, H], and what the router did.
+
+    Args:
+      route: (router, tokens [T, H]) -> logits [T, E], and what was chosen by them.
+      router, shared_experts: the same on all devices.
+      experts: with the experts of all ranks; this is the only place that uses them.
+    """
+    spec = run.rows(*x.shape[:2])
+    axes = run.group.mesh.axis_names if spec else None
+    shared_tokens = not spec
+
+    def body(x: jax.Array, router: Any, experts: Any, shared: Any) -> tuple[jax.Array, Aux]:
+        tokens = x.reshape(-1, x.shape[-1])
+        logits, (ids, weights) = route(router, tokens)
+        options = {"shared_experts": shared, "shared_tokens": shared_tokens, **run.moe}
+        out, stats = jax_ep.moe_mlp(tokens, ids, weights, experts, group=run.group, **options)
+        aux = Aux(
+            expert_ids=ids.reshape(*x.shape[:2], -1),
+            load=jax_ep.nn.expert_load(ids, logits.shape[1], axis_name=axes),
+            balance_loss=jax_ep.nn.balance_loss(logits, ids, score=score, axis_name=axes),
+            z_loss=jax_ep.nn.z_loss(logits, axis_name=axes),
+            dropped=jax.lax.psum(stats.dropped[0], axes or run.group.axis_name),
+        )
+        return out.reshape(x.shape), aux
+
+    return jax.shard_map(
+        body,
+        mesh=run.group.mesh,
+        in_specs=(spec, P(), P(run.group.axis_name), P()),
+        out_specs=(spec, Aux(spec, P(), P(), P(), P())),  # pyright: ignore[reportArgumentType]
+    )(x, router, experts, shared_experts)
+
+
+Block = Callable[..., tuple[jax.Array, Cache | None, Any]]
+
+
+def scan_layers(
+    block: Block, x: jax.Array, layers: Any, cache: Cache | None, run: Run, kinds: Sequence[Any] = (None,)
+) -> tuple[jax.Array, Cache | None, Any]:
+    """Runs `block(x, layer, cache, kind)` over the layers, whose arrays are stacked [L, ...].
+
+    Args:
+      layers: a dict. All but its "experts" is gathered from the devices that hold parts of it.
+      kinds: what the layers are, in turn, such as two kinds of attention. They divide L.
+
+    Returns the last x, the cache, and the blocks' third results, stacked.
+    """
+    turns = jax.tree.map(lambda a: a.reshape(-1, len(kinds), *a.shape[1:]), layers)
+
+    def one(x: jax.Array, layer: Any, cache: Cache | None, kind: Any) -> Any:
+        whole = {name: part if name == "experts" else run.constrain(part, P()) for name, part in layer.items()}
+        x, cache, aux = block(x, whole, cache, kind)
+        return run.constrain(x, run.rows(*x.shape[:2])), cache and cache._replace(layer=cache.layer + 1), aux
+
+    if run.remat is not None:
+        one = jax.checkpoint(one, policy=run.remat, static_argnums=3)  # pyright: ignore[reportPrivateImportUsage]
+
+    def turn(carry: Any, layer: Any) -> Any:
+        found = []
+        for i, kind in enumerate(kinds):
+            *carry, aux = one(carry[0], jax.tree.map(lambda a, i=i: a[i], layer), carry[1], kind)
+            found.append(aux)
+        return tuple(carry), jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+    (x, cache), aux = jax.lax.scan(turn, (x, cache), turns)
+    return x, cache, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+
+
+def embed(table: jax.Array, ids: jax.Array, run: Run) -> jax.Array:
+    """[B, S] -> [B, S, H]."""
+    return run.constrain(run.constrain(table, P())[ids], run.rows(*ids.shape))

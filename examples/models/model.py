@@ -1,0 +1,153 @@
+"""What all models do: they load, save, compute logits and a loss, and generate.
+
+A model is its config: `qwen3_moe.Config`, `gpt_oss.Config` or `deepseek_v3.Config`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+import jax_ep
+
+from . import checkpoint
+from .layers import Aux, Cache, Run
+
+
+class Model(Protocol):
+    """
+    Attributes:
+      cache_shapes: what a layer keeps of each token: a shape for each array.
+    """
+
+    num_hidden_layers: int
+
+    @property
+    def cache_shapes(self) -> Sequence[tuple[int, ...]]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def layout(self) -> Any:
+        """A pytree of `checkpoint.Parameter`; parameters are a pytree of arrays of the same structure."""
+
+    def hidden(
+        self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None, Aux]:
+        """Tokens [B, S], behind those of the cache, -> hidden states [B, S, H] for the head, and the new cache.
+
+        Without a cache, or with an empty one, they are whole sequences; else S is 1. `params` are in `run.dtype`.
+        """
+        ...
+
+
+def init(key: jax.Array, config: Model, group: jax_ep.Group, dtype: DTypeLike = jnp.float32) -> Any:
+    """Random parameters, in their shards from the beginning."""
+    return checkpoint.random_params(key, config.layout(), group, dtype)
+
+
+def load(folder: Path | str, config: Model, group: jax_ep.Group, dtype: DTypeLike = jnp.bfloat16) -> Any:
+    """The parameters of a checkpoint; errors as of `checkpoint.load`."""
+    skip: Callable[[str], bool] = getattr(config, "skips", lambda name: False)
+    return checkpoint.load(folder, config.layout(), group, dtype, skip)
+
+
+def save(folder: Path | str, params: Any, config: Model) -> None:
+    """Writes config.json and the parameters, in their dtype. All processes call it."""
+    checkpoint.save(folder, params, config.layout(), config.to_json())
+
+
+def cast(params: Any, config: Model, dtype: DTypeLike) -> Any:
+    """The parameters in the dtype in which they are multiplied. Call it once, outside of the scan over layers."""
+    return jax.tree.map(lambda x, one: x if one.fixed else x.astype(dtype), params, config.layout())
+
+
+def logits(params: Any, ids: jax.Array, config: Model, run: Run) -> tuple[jax.Array, Aux]:
+    """Tokens [B, S] -> float32 logits [B, S, V] of the next token, and what the routers did."""
+    params = cast(params, config, run.dtype)
+    hidden, _, aux = config.hidden(params, ids, run)
+    return _head(hidden, params, run), aux
+
+
+def loss(params: Any, ids: jax.Array, config: Model, run: Run, *, chunk: int = 512) -> tuple[jax.Array, Aux]:
+    """The mean cross-entropy, in nats, of each token [B, S] after those before it, and what the routers did.
+
+    Logits [B, chunk, V] exist for one chunk of positions at a time, also in the backward pass.
+    """
+    params = cast(params, config, run.dtype)
+    hidden, _, aux = config.hidden(params, ids, run)
+
+    @jax.checkpoint  # pyright: ignore[reportPrivateImportUsage]
+    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = _head(hidden, params, run)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    last = ids.shape[1] - 1
+    chunks = [slice(start, min(start + chunk, last)) for start in range(0, last, chunk)]
+    sums = [of_chunk(hidden[:, at], ids[:, 1:][:, at]) for at in chunks]
+    return jnp.sum(jnp.stack(sums)) / (ids.shape[0] * last), aux
+
+
+def _head(hidden: jax.Array, params: Any, run: Run) -> jax.Array:
+    return jnp.dot(hidden, run.constrain(params["head"], P()), preferred_element_type=jnp.float32)
+
+
+class Decoder(NamedTuple):
+    """Compiled programs that continue sequences. Their parameters are in `run.dtype`.
+
+    Attributes:
+      prefill: (params, ids [B, T], key) -> the next tokens [B], and the cache.
+      step: (params, tokens [B], cache, key) -> the next tokens, and the cache, in the memory of the old one.
+    """
+
+    prefill: Callable[..., tuple[jax.Array, Cache]]
+    step: Callable[..., tuple[jax.Array, Cache]]
+
+
+def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> Decoder:
+    """For sequences of at most `length` tokens, prompts included; the likeliest tokens at temperature 0."""
+
+    def next_token(params: Any, ids: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        hidden, after, _ = config.hidden(params, ids, run, cache)
+        logits = _head(hidden[:, -1], params, run)
+        if temperature == 0:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), after
+        key = jax.random.fold_in(key, cache.position)
+        return jax.random.categorical(key, logits / temperature).astype(jnp.int32), after
+
+    def prefill(params: Any, ids: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        lead = (config.num_hidden_layers, ids.shape[0], length)
+        spec = P(None, *run.rows(ids.shape[0], 1))
+        kept = [run.constrain(jnp.zeros((*lead, *shape), run.dtype), spec) for shape in config.cache_shapes]
+        return next_token(params, ids, Cache(tuple(kept), jnp.int32(0), jnp.int32(0)), key)
+
+    def step(params: Any, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        return next_token(params, tokens[:, None], cache, key)
+
+    return Decoder(jax.jit(prefill), jax.jit(step, donate_argnums=2))
+
+
+def generate(
+    params: Any,
+    ids: jax.Array,
+    tokens: int,
+    config: Model,
+    run: Run,
+    *,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The `tokens` tokens [B, tokens] that follow the prompts [B, T]. The host waits for none of them."""
+    key = jax.random.key(0) if key is None else key
+    params = cast(params, config, run.dtype)
+    prefill, step = decoder(config, run, ids.shape[1] + tokens, temperature)
+    token, cache = prefill(params, ids, key)
+    found = [token]
+    for _ in range(tokens - 1):
+        token, cache = step(params, token, cache, key)
+        found.append(token)
+    return jnp.stack(found, axis=1)
