@@ -19,7 +19,7 @@ from jax_ep.__main__ import load as load_module
 
 FIXTURES = Path(__file__).parent / "models"
 model, layers = (load_module("examples", f"models.{name}") for name in ("model", "layers"))
-FAMILIES = {name: load_module("examples", f"models.{name}").Config for name in ("qwen3_moe",)}
+FAMILIES = {name: load_module("examples", f"models.{name}").Config for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
 SIZES = (1, 8)
 STEPS = 20
 
@@ -104,9 +104,10 @@ def test_a_checkpoint_that_was_saved(family: str, size: int, tmp_path: Path, ope
 
 
 def spoiled(folder: Path, family: str, header: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of the checkpoint in which `header` has changed the header of the second file."""
+    """A copy of the checkpoint in which `header` has changed the header of the file with NORM."""
     shutil.copytree(FIXTURES / family, folder / family)
-    file = folder / family / "model-00002-of-00002.safetensors"
+    index = json.loads((folder / family / "model.safetensors.index.json").read_text())
+    file = folder / family / index["weight_map"][NORM]
     whole = file.read_bytes()
     end = 8 + int.from_bytes(whole[:8], "little")
     entries = json.loads(whole[8:end])

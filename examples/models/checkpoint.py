@@ -7,7 +7,7 @@ follow from that. Each device reads its own part of each tensor, one layer at a 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -40,7 +40,12 @@ Index = tuple[slice, ...]
 
 
 def read_config(
-    of: type[ConfigType], path: Path | str, fixed: Mapping[str, Any], quantization: str | None = None
+    of: type[ConfigType],
+    path: Path | str,
+    fixed: Mapping[str, Any],
+    *,
+    quantization: str | None = None,
+    harmless: Collection[str] = (),
 ) -> ConfigType:
     """Reads a dataclass from config.json.
 
@@ -49,12 +54,13 @@ def read_config(
       path: of the file, or of its folder.
       fixed: other fields that may be there, if they have this value.
       quantization: the `quant_method` that the weights may have.
+      harmless: other fields that change nothing.
 
     Raises:
       ValueError: a field is missing, is not known, or has a value that the model does not compute.
     """
     path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    given = json.loads(path.read_text())
+    given = {name: value for name, value in json.loads(path.read_text()).items() if value is not None}
     fixed = {"tie_word_embeddings": False, "attention_dropout": 0.0, **fixed}
     for name, value in fixed.items():
         if name in given and given[name] != value:
@@ -64,15 +70,15 @@ def read_config(
         raise ValueError(f"{path}: quantization_config.quant_method must be {quantization!r}, got {method}")
     if (size := (method or {}).get("weight_block_size", [BLOCK] * 2)) != [BLOCK] * 2:
         raise ValueError(f"{path}: quantization_config.weight_block_size must be {[BLOCK] * 2}, got {size}")
-    rope = {"rope_theta": given.pop("rope_theta", None), **(given.pop("rope_scaling", None) or {})}
-    rope |= given.pop("rope_parameters", None) or {}
+    rope = {"rope_theta": given.pop("rope_theta", None), **given.pop("rope_scaling", {})}
+    rope |= given.pop("rope_parameters", {})
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     if unknown := rope.keys() - {field.name for field in dataclasses.fields(Rope)}:
         raise ValueError(f"{path}: rope_scaling may have the fields of models.layers.Rope, got {sorted(unknown)}")
     if rope["rope_theta"] is None:
         raise ValueError(f"{path}: rope_theta is missing")
     fields = {field.name: field for field in dataclasses.fields(of) if field.name not in OURS}  # pyright: ignore
-    if unknown := given.keys() - fields - fixed.keys() - HARMLESS:
+    if unknown := given.keys() - fields - fixed.keys() - HARMLESS - set(harmless):
         raise ValueError(f"{path}: the fields {sorted(unknown)} may change the computation, and are unknown")
     values = {name: value for name, value in given.items() if name in fields} | {"rope": Rope(**rope)}
     required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
@@ -156,6 +162,7 @@ class Parameter:
 
     def write(self, files: dict[str, np.ndarray], layer: int, value: np.ndarray) -> None:
         """The reverse of `read`, of a whole layer."""
+        value = value.view(ml_dtypes.float8_e4m3fn) if self.fixed == jnp.uint8 else value
         value = value.swapaxes(-1, -2) if self.swapped else value
         for name, one in zip(self.names(layer), value if "{expert}" in self.name else [value], strict=True):
             if self.half is None:

@@ -291,7 +291,8 @@ def expected(name: str, folder: Path, config: dict[str, Any]) -> dict[str, Tenso
         expert_ids = torch.stack(choices).reshape(len(routers), SEQUENCES, LENGTH, -1)
         for hook in hooks:
             hook.remove()
-        greedy = model.generate(ids, do_sample=False, max_new_tokens=GREEDY, eos_token_id=None, pad_token_id=0)
+        options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+        greedy = model.generate(ids, do_sample=False, max_new_tokens=GREEDY, **options)
         best = model(greedy).logits[:, LENGTH - 1 : -1].topk(2).values
     margin = float((best[..., 0] - best[..., 1]).min())
     print(f"{name}: greedy choices differ by {margin:.4f}, logits up to {float(logits.abs().max()):.1f}")
