@@ -1,4 +1,4 @@
-"""`python -m jax_ep` demo, demo-mlp, demo-sparse, demo-nodes, info, report or bench; `--help` after any of them."""
+"""`python -m jax_ep` demo, demo-mlp, demo-sparse, demo-nodes, train-model, info, report, bench; `--help` after any."""
 
 import argparse
 import importlib
@@ -23,9 +23,11 @@ _DEMOS = {  # their modules and what they do
     "demo-mlp": ("tensor_parallel_mlp", "train a tensor-parallel MLP"),
     "demo-sparse": ("sparse_embedding", "train word vectors with sparse gradients"),
     "demo-nodes": ("node_limited", "train experts on several nodes, few of them a token"),
+    "train-model": ("train_model", "train Qwen3-MoE, GPT-OSS or DeepSeek-V3 on a file of tokens"),
 }
 _BENCHES = {
     "moe": "dispatch and combine",
+    "model": "training steps of a whole model",
     "layer": "moe_mlp beside its products alone; --float8, --biases",
     "peers": "moe_mlp beside other libraries' layers on one GPU",
     "deep_ep": "dispatch and combine beside DeepEP's",
@@ -37,7 +39,8 @@ _BENCHES = {
     "nodes": "dispatch and combine over several nodes",
     "report": "the tables of docs/performance.md, and which results are old",
 }
-_DEMO_EXTRAS = ("matplotlib", "optax", "tqdm")
+_EXTRAS = {"matplotlib": "demo", "optax": "demo", "tqdm": "demo"}  # by the package that is missing
+_EXTRAS |= {"orbax": "models", "safetensors": "models", "tensorboardX": "models"}
 _CPU_DEVICES = 8
 
 
@@ -77,9 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
         bench = load("benchmarks", "peers.run" if what == "peers" else what).BENCH
         return load("benchmarks", "runner").main(what, bench, rest)
     except ModuleNotFoundError as error:
-        if error.name not in _DEMO_EXTRAS:
+        if (extra := _EXTRAS.get(error.name or "")) is None:
             raise
-        sys.exit(f'{error.name} is missing: run python -m pip install "jax_ep[demo]"')
+        sys.exit(f'{error.name} is missing: run python -m pip install "jax_ep[{extra}]"')
 
 
 def info() -> int:

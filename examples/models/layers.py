@@ -7,6 +7,7 @@ XLA gathers each layer's other weights before it runs. Only the mixture of exper
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -31,7 +32,8 @@ class Run:
       attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
         sinks.
       remat: a policy of `jax.checkpoint` for each layer, such as `KEEP_EXCHANGES`; None keeps everything.
-      moe: more arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `precision`.
+      moe_mlp: the layer of experts.
+      moe: more arguments of it, such as `capacity_factor` and `precision`.
     """
 
     group: jax_ep.Group
@@ -39,6 +41,7 @@ class Run:
     attention: Literal["auto", "cudnn", "xla"] = "auto"
     remat: Callable[..., Any] | None = None
     moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    moe_mlp: Callable[..., Any] = jax_ep.moe_mlp
 
     def rows(self, batch: int, length: int) -> P:
         """How activations [batch, length, ...] are sharded: by sequences, or by tokens; a few tokens are not."""
@@ -136,7 +139,9 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
     return jnp.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1).astype(x.dtype)
 
 
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)  # pyright: ignore[reportPrivateImportUsage]
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """Keeps `x` for the backward pass, not its float32 copies."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype) * scale
 
@@ -276,7 +281,7 @@ def mixture(
         tokens = x.reshape(-1, x.shape[-1])
         logits, (ids, weights) = route(router, tokens)
         options = {"shared_experts": shared, "shared_tokens": shared_tokens, **run.moe}
-        out, stats = jax_ep.moe_mlp(tokens, ids, weights, experts, group=run.group, **options)
+        out, stats = run.moe_mlp(tokens, ids, weights, experts, group=run.group, **options)
         aux = Aux(
             expert_ids=ids.reshape(*x.shape[:2], -1),
             load=jax_ep.nn.expert_load(ids, logits.shape[1], axis_name=axes),

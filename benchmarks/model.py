@@ -1,0 +1,240 @@
+"""A training step of a whole model, beside the same model with a mixture of experts in plain JAX: tokens per second.
+
+    python -m jax_ep bench model
+
+The model has the widths of Qwen3-30B-A3B, random weights and fewer layers than its 48.
+"""
+
+import argparse
+import collections
+import dataclasses
+import glob
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jax_ep
+from jax_ep.__main__ import load
+
+from . import runner
+from .in_jit_loop import AXIS
+from .plain_mixture import plain_mixture
+from .runner import Bench, Row, Run
+
+layers, model, qwen3_moe, training = (
+    load("examples", f"models.{name}") for name in ("layers", "model", "qwen3_moe", "training")
+)
+SEED = 0
+OURS, PLAIN = "jax_ep", "plain JAX"
+QWEN3_30B = qwen3_moe.Config(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-6,
+    rope=layers.Rope(rope_theta=1e6),
+)
+SMALL = dataclasses.replace(
+    QWEN3_30B,
+    vocab_size=256,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=64,
+    num_experts=8,
+    num_experts_per_tok=2,
+)
+GROUPS = {  # of kernels, by their names and by the names that XLA's metadata has; the first that fits
+    "optimizer": "optimizer",
+    "passes over parameters": "working copies|accumulation|memcpy|memset|loop_broadcast|dynamic_update_slice",
+    "experts' products": "jax_ep::gemm",
+    "exchange": "jax_ep::",
+    "attention": "cudnn|fmha|dot_product_attention",
+    "dense products": "nvjet|gemm|cutlass",
+    "collectives": "nccl",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """So many layers; the sequences are of a device and micro-batch."""
+
+    layers: int
+    sequences: int
+    length: int
+    micro_batches: int = 4
+    small: bool = False
+    quick: bool = True
+
+    def __str__(self) -> str:
+        name = "small" if self.small else "Qwen3-30B's widths"
+        return f"{name}, {self.layers} layers, {self.micro_batches} x {self.sequences} x {self.length}"
+
+    @property
+    def config(self) -> Any:
+        return dataclasses.replace(SMALL if self.small else QWEN3_30B, num_hidden_layers=self.layers)
+
+    def flops(self, tokens: int) -> float:
+        return tokens * training.flops_per_token(self.config, self.length)
+
+
+def await_calls(call: Callable[[], Any], calls: int) -> None:
+    """Keeps the results of one call at a time: gradients are large."""
+    out = None
+    for _ in range(calls):
+        out = call()
+    jax.block_until_ready(out)
+
+
+def in_turns(programs: Mapping[str, Callable[[], Any]], turns: int, calls: int) -> dict[str, float]:
+    """Milliseconds of a call of each, medians of the turns; the first turn heats."""
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(turns + 1):
+        for name, call in programs.items():
+            start = time.perf_counter()
+            await_calls(call, calls)
+            if turn:
+                found[name].append((time.perf_counter() - start) / calls * 1e3)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def time_by_group(call: Callable[[], Any], text: str, calls: int = 2) -> dict[str, float]:
+    """Milliseconds of a call by group of kernels on the first GPU. `text`: the compiled program, whose metadata names
+    what a kernel was."""
+    named = {name.replace(".", "_"): what for name, what in re.findall(r'%(\S+) = .*op_name="([^"]*)"', text)}
+    totals: dict[str, float] = collections.defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            await_calls(call, calls)
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            lines = [line for line in plane.lines if line.name.startswith("Stream")] if "GPU:0" in plane.name else []
+            for event in (event for line in lines for event in line.events):
+                what = f"{event.name} {named.get(event.name, '')}"
+                group = next((name for name, words in GROUPS.items() if re.search(words, what, re.I)), "the rest")
+                totals[group] += event.duration_ns / 1e6 / calls
+    return totals
+
+
+def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], batch: jax.Array) -> dict[str, float]:
+    """Milliseconds by the mixture of experts. Notes the losses, and on a GPU what the time was spent on."""
+    config = case.config
+    working = jax.jit(lambda params: model.cast(params, config, ways[OURS].dtype))(params)
+
+    def compiled(way: Any) -> jax.stages.Compiled:
+        def loss(working: Any) -> jax.Array:
+            return training.loss_of(working, batch, config, way, balance=0, z=0)[0]
+
+        return jax.jit(jax.value_and_grad(loss)).lower(working).compile()
+
+    programs = {name: compiled(way) for name, way in ways.items()}
+    calls = {name: partial(program, working) for name, program in programs.items()}
+    run.note(f"{case}: losses " + ", ".join(f"{name} {call()[0]:.4f}" for name, call in calls.items()))
+    times = in_turns(calls, run.options.repeats, 1 if run.on_cpu else 4)
+    for name, call in calls.items() if not run.on_cpu else ():
+        parts = sorted(time_by_group(call, programs[name].as_text() or "").items(), key=lambda part: -part[1])
+        run.note(f"{case}, {name}, gradient: " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts))
+    return times
+
+
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    import optax  # here, so that --help needs no extras
+
+    config, group = case.config, run.group
+    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
+    ways = {OURS: how, PLAIN: dataclasses.replace(how, moe_mlp=plain_mixture)}
+    optimizer = optax.adamw(1e-5, b2=0.95)
+    state = training.first_state(jax.random.key(SEED), config, optimizer, how)
+    shape = case.micro_batches, case.sequences * group.size, case.length + 1
+    sharded = NamedSharding(group.mesh, P(None, AXIS))
+    batches = jax.device_put(
+        np.random.default_rng(SEED).integers(0, config.vocab_size, shape).astype(np.int32), sharded
+    )
+
+    of_gradient = time_gradients(case, run, state.params, ways, batches[0])
+    steps = {
+        name: training.make_train_step(config, optimizer, way, state, balance=0).lower(state, batches).compile()
+        for name, way in ways.items()
+    }
+
+    def one_step(name: str) -> Callable[[], Any]:
+        def call() -> Any:
+            nonlocal state
+            state, metrics = steps[name](state, batches)
+            return metrics
+
+        return call
+
+    of_step = in_turns({name: one_step(name) for name in steps}, run.options.repeats, 1)
+    tokens = case.sequences * case.length  # of a micro-batch and GPU
+    peak = training.peak_flops(group.mesh.devices.flat[0])
+    for name, program in steps.items():
+        rate = case.micro_batches * tokens / of_step[name] * 1e3
+        flops = case.flops(case.micro_batches * tokens) / of_step[name] * 1e3
+        memory = program.memory_analysis()
+        held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+        yield {
+            "model": case,
+            "mixture of experts": name,
+            "gradient, ms": f"{of_gradient[name]:,.1f}",
+            "gradient, TF/s a GPU": f"{case.flops(tokens) / of_gradient[name] / 1e9:,.0f}",
+            "step, ms": f"{of_step[name]:,.1f}",
+            "tokens/s a GPU": f"{rate:,.0f}",
+            "TF/s a GPU": f"{flops / 1e12:,.0f}",
+            "MFU": f"{flops / peak:.1%}" if peak else "-",
+            "GiB a GPU": f"{held / 2**30:.1f}",
+        }
+
+
+def cases(run: Run) -> list[Case]:
+    if run.on_cpu:
+        return [Case(2, 1, 32, 2, small=True)]
+    layers = run.options.layers or (6 if run.group.size == 1 else 12)
+    found = [Case(layers, 4, 4096, run.options.micro_batches)]
+    return found if run.options.quick else [*found, dataclasses.replace(found[0], layers=layers // 2, quick=False)]
+
+
+def notes(run: Run) -> Iterator[str]:
+    yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
+    yield "AdamW with float32 weights; working copies in bfloat16 are made once a step; no rematerialization"
+    yield "uniform random tokens: random weights route them nearly evenly"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, help="[6 on one GPU, 12 on several]")
+    parser.add_argument("--micro-batches", type=int, default=4, help="[%(default)s]")
+
+
+def open_all(options: argparse.Namespace) -> jax_ep.Group:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")  # XLA takes three quarters of a GPU by default
+    return runner.open_all(options)
+
+
+BENCH = Bench(
+    __doc__,
+    cases,
+    rows,
+    notes,
+    arguments,
+    quick="one number of layers",
+    repeats=3,
+    open=open_all,
+    packages=("optax",),
+)

@@ -1,0 +1,141 @@
+"""One step of training: float32 master weights, working copies of them in 16 bits, micro-batches, and an optimizer.
+
+The working copies are made once a step, outside of the scan over layers: XLA hands slices of a stacked array to the
+products of experts in place, but a slice that is converted first is an array of its own.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from .checkpoint import Parameter
+from .layers import Aux, Run
+from .losses import next_token_loss
+from .model import Model, cast, init
+
+
+class TrainState(NamedTuple):
+    step: jax.Array  # [] int32, how many there were
+    params: Any  # float32
+    optimizer: Any
+
+
+class Metrics(NamedTuple):
+    """Of one step."""
+
+    loss: jax.Array  # [] float32, nats per token
+    load: jax.Array  # [L, E] float32, the share of each layer's assignments
+    dropped: jax.Array  # [] float32, the share of all assignments
+
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # of dense bfloat16 products, by a word of the device's kind
+
+
+def peak_flops(device: Any) -> float | None:
+    return next((flops for word, flops in PEAK_FLOPS.items() if word in device.device_kind), None)
+
+
+def flops_per_token(config: Any, length: int) -> float:
+    """Floating point operations of a training step, without rematerialization: three products for each matrix that a
+    token meets, the head's among them, and causal attention in sequences of `length` tokens, windows or not."""
+    matrices: list[Parameter] = [one for one in jax.tree.leaves(config.layout()) if len(one.shape) > 1]
+    met = sum(
+        math.prod(one.shape) * (config.num_experts_per_tok / one.shape[1] if one.experts else 1)
+        for one in matrices
+        if "embed" not in one.name
+    )
+    if hasattr(config, "head_dim"):
+        head = config.head_dim
+    else:  # the mean of a key and a value
+        head = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    return 6 * (met + config.num_hidden_layers * length * config.num_attention_heads * head)
+
+
+TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]
+
+
+def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
+    """Random parameters in their shards; the optimizer's arrays lie where their parameters are."""
+    params = init(key, config, run.group)
+    everywhere = NamedSharding(run.group.mesh, P())
+    placement = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, param: param.sharding,
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    optimizer_state = jax.jit(optimizer.init, out_shardings=placement)(params)
+    return TrainState(jax.device_put(jnp.int32(0), everywhere), params, optimizer_state)
+
+
+def loss_of(
+    working: Any, batch: jax.Array, config: Model, run: Run, *, balance: float, z: float
+) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
+    """The loss that is differentiated; the cross entropy alone, and what the routers did.
+
+    Args:
+      working: parameters in `run.dtype`.
+      batch: [B, S + 1] tokens.
+      balance, z: the factors of the routers' losses.
+    """
+    hidden, _, aux = config.hidden(working, batch[:, :-1], run)
+    head = run.constrain(working["head"], P())
+    loss: Any = next_token_loss(hidden.reshape(-1, hidden.shape[-1]), head, batch[:, 1:].reshape(-1))
+    total = loss
+    if balance:
+        total += balance * aux.balance_loss.mean()
+    if z:
+        total += z * aux.z_loss.mean()
+    return total, (loss, aux)
+
+
+def make_train_step(
+    config: Model,
+    optimizer: optax.GradientTransformation,
+    run: Run,
+    state: TrainState,
+    *,
+    balance: float = 1e-3,
+    z: float = 0.0,
+) -> TrainStep:
+    """A jitted step on [M, B, S + 1] tokens of M micro-batches, whose gradients are added up in float32."""
+
+    def of_micro_batch(working: Any, batch: jax.Array) -> tuple[Any, Metrics]:
+        def scalar(working: Any) -> Any:
+            return loss_of(working, batch, config, run, balance=balance, z=z)
+
+        gradients, (loss, aux) = jax.grad(scalar, has_aux=True)(working)
+        assignments = aux.load[0].sum()
+        return gradients, Metrics(loss, aux.load / assignments, aux.dropped.mean() / assignments)
+
+    @jax.named_scope("optimizer")
+    def update(state: TrainState, gradients: Any, micro_batches: int) -> TrainState:
+        mean = jax.tree.map(lambda x, like: x.astype(like.dtype) / micro_batches, gradients, state.params)
+        updates, optimizer_state = optimizer.update(mean, state.optimizer, state.params)
+        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
+
+    def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, Metrics]:
+        with jax.named_scope("working copies"):
+            working = cast(state.params, config, run.dtype)
+        gradients, metrics = of_micro_batch(working, batches[0])
+        if batches.shape[0] > 1:
+
+            def add(total: Any, batch: jax.Array) -> tuple[Any, Metrics]:
+                gradients, metrics = of_micro_batch(working, batch)
+                with jax.named_scope("accumulation"):
+                    return jax.tree.map(lambda all_, x: all_ + x.astype(all_.dtype), total, gradients), metrics
+
+            total = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
+            gradients, others = jax.lax.scan(add, total, batches[1:])
+            metrics = jax.tree.map(lambda one, more: (one + more.sum(0)) / batches.shape[0], metrics, others)
+        return update(state, gradients, batches.shape[0]), metrics
+
+    placement = jax.tree.map(lambda x: x.sharding, state)
+    everywhere = NamedSharding(run.group.mesh, P())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(placement, everywhere))
