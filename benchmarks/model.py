@@ -158,7 +158,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     import optax  # here, so that --help needs no extras
 
     config, group = case.config, run.group
-    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
+    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16, unroll=case.layers)
     ways = {OURS: how, PLAIN: dataclasses.replace(how, moe_mlp=plain_mixture)}
     optimizer = optax.adamw(1e-5, b2=0.95)
     state = training.first_state(jax.random.key(SEED), config, optimizer, how)
@@ -214,6 +214,7 @@ def cases(run: Run) -> list[Case]:
 def notes(run: Run) -> Iterator[str]:
     yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
     yield "AdamW with float32 weights; working copies in bfloat16 are made once a step; no rematerialization"
+    yield "the scan over layers is unrolled"
     yield "uniform random tokens: random weights route them nearly evenly"
 
 

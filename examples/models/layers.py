@@ -32,6 +32,8 @@ class Run:
       attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
         sinks.
       remat: a policy of `jax.checkpoint` for each layer, such as `KEEP_EXCHANGES`; None keeps everything.
+      unroll: layers in one iteration of the scan over layers. With more, less of what the backward pass needs is copied
+        into stacked arrays, and programs take longer to compile.
       moe_mlp: the layer of experts.
       moe: more arguments of it, such as `capacity_factor` and `precision`.
     """
@@ -42,6 +44,7 @@ class Run:
     remat: Callable[..., Any] | None = None
     moe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     moe_mlp: Callable[..., Any] = jax_ep.moe_mlp
+    unroll: int = 1
 
     def rows(self, batch: int, length: int) -> P:
         """How activations [batch, length, ...] are sharded: by sequences, or by tokens; a few tokens are not."""
@@ -330,7 +333,7 @@ def scan_layers(
             found.append(aux)
         return tuple(carry), jax.tree.map(lambda *each: jnp.stack(each), *found)
 
-    (x, cache), aux = jax.lax.scan(turn, (x, cache), turns)
+    (x, cache), aux = jax.lax.scan(turn, (x, cache), turns, unroll=run.unroll)
     return x, cache, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
 
 

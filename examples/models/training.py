@@ -126,14 +126,16 @@ def make_train_step(
         gradients, metrics = of_micro_batch(working, batches[0])
         if batches.shape[0] > 1:
 
-            def add(total: Any, batch: jax.Array) -> tuple[Any, Metrics]:
-                gradients, metrics = of_micro_batch(working, batch)
+            def add(total: Any, batch: jax.Array) -> tuple[Any, None]:
+                more = of_micro_batch(working, batch)
                 with jax.named_scope("accumulation"):
-                    return jax.tree.map(lambda all_, x: all_ + x.astype(all_.dtype), total, gradients), metrics
+                    return jax.tree.map(lambda all_, x: all_ + x.astype(all_.dtype), total, more), None
 
-            total = jax.tree.map(lambda x: x.astype(jnp.float32), gradients)
-            gradients, others = jax.lax.scan(add, total, batches[1:])
-            metrics = jax.tree.map(lambda one, more: (one + more.sum(0)) / batches.shape[0], metrics, others)
+            # The last is outside of the scan: XLA adds it up in the pass of the optimizer over the gradients.
+            total = jax.tree.map(lambda x: x.astype(jnp.float32), (gradients, metrics))
+            total, _ = jax.lax.scan(add, total, batches[1:-1])
+            gradients, metrics = add(total, batches[-1])[0]
+            metrics = jax.tree.map(lambda x: x / batches.shape[0], metrics)
         return update(state, gradients, batches.shape[0]), metrics
 
     placement = jax.tree.map(lambda x: x.sharding, state)

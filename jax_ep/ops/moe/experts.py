@@ -301,8 +301,6 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
         for name, each in zip(experts.first_names, d_products, strict=True)
     }
-    # The weighed unit is freed before the cotangents of the rows need as much memory.
-    d_down, d_products = jax.lax.optimization_barrier((d_down, d_products))
     matrices = tuple(as_array(matrix, dtype) for matrix in experts.first_matrices)
     d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
     d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
