@@ -6,7 +6,6 @@ the numbers that it would have given without the pause.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -27,11 +26,11 @@ if __name__ == "__main__":  # run as a file: the package is its folder
     sys.path.append(str(Path(__file__).parents[1]))
     __package__ = "examples"
 
-from .models import deepseek_v3, gpt_oss, model, qwen3_moe
+from .models import model
+from .models.families import config_of
 from .models.layers import KEEP_EXCHANGES, Run
 from .models.training import first_state, flops_per_token, make_train_step, peak_flops
 
-MODELS = {"qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss, "deepseek_v3": deepseek_v3}
 AXIS = "ep"
 REMAT = {"none": None, "exchanges": KEEP_EXCHANGES}
 
@@ -53,14 +52,6 @@ class Tokens:
         if (most := found.max()) >= self.vocabulary:
             raise ValueError(f"{self.path}: tokens must be below {self.vocabulary}, got {most}; is --dtype right?")
         return found.astype(np.int32)
-
-
-def config_of(folder: Path) -> Any:
-    """The model that a folder's config.json names."""
-    name = json.loads((folder / "config.json").read_text()).get("model_type")
-    if name not in MODELS:
-        raise ValueError(f"{folder}/config.json: model_type must be one of {', '.join(MODELS)}, got {name!r}")
-    return MODELS[name].Config.from_json(folder)
 
 
 class Keeper:

@@ -1,4 +1,4 @@
-"""`python -m jax_ep` demo, demo-mlp, demo-sparse, demo-nodes, train-model, info, report, bench; `--help` after any."""
+"""`python -m jax_ep` demo, demo-mlp, demo-sparse, demo-nodes, train-model, generate, info, report, bench."""
 
 import argparse
 import importlib
@@ -24,10 +24,12 @@ _DEMOS = {  # their modules and what they do
     "demo-sparse": ("sparse_embedding", "train word vectors with sparse gradients"),
     "demo-nodes": ("node_limited", "train experts on several nodes, few of them a token"),
     "train-model": ("train_model", "train Qwen3-MoE, GPT-OSS or DeepSeek-V3 on a file of tokens"),
+    "generate": ("generate", "continue a text with one of these models"),
 }
 _BENCHES = {
     "moe": "dispatch and combine",
     "model": "training steps of a whole model",
+    "decode": "a whole model that generates",
     "layer": "moe_mlp beside its products alone; --float8, --biases",
     "peers": "moe_mlp beside other libraries' layers on one GPU",
     "deep_ep": "dispatch and combine beside DeepEP's",

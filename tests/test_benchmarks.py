@@ -46,6 +46,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("peers --peers jax_ep", {"quantity", "jax_ep"}),
         ("matmul --quick", {"of dense"}),
         ("sums", {"sums", "of XLA"}),
+        ("decode", {"what", "tokens/s", "of the bound by bytes"}),
         ("model", {"gradient, ms", "tokens/s a GPU", "TF/s a GPU"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
     ],

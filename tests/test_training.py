@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jax_ep import Group
 from jax_ep.__main__ import load as load_module
@@ -16,7 +17,7 @@ FIXTURE = Path(__file__).parent / "models" / "qwen3_moe"
 layers, losses, training, qwen3_moe = (
     load_module("examples", f"models.{name}") for name in ("layers", "losses", "training", "qwen3_moe")
 )
-train_model = load_module("examples", "train_model")
+train_model, generate = (load_module("examples", name) for name in ("train_model", "generate"))
 
 
 @pytest.mark.parametrize("chunk", [3, 8, 100])
@@ -56,6 +57,16 @@ def test_micro_batches_are_one_batch(group: Group, rng: np.random.Generator) -> 
     whole, cut = after_a_step(tokens[None]), after_a_step(tokens.reshape(2, group.size, -1))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, cut)
     np.testing.assert_allclose(whole[1].load.sum(axis=-1), 1, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("native")
+def test_the_command_that_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of numbers of tokens, without a tokenizer: what transformers generates (tests/models)."""
+    wanted = load_file(FIXTURE / "expected.safetensors")
+    prompt, greedy = wanted["ids"][0], wanted["greedy"][0]
+    options = ["--tokens", str(greedy.size), "--dtype", "float32"]
+    assert generate.main([str(FIXTURE), " ".join(map(str, prompt)), *options]) == 0
+    assert capsys.readouterr().out.split() == [str(token) for token in greedy]
 
 
 @pytest.mark.usefixtures("native")

@@ -1,0 +1,127 @@
+"""A whole model that generates: prefill and decoding, beside the time that reading its bytes takes.
+
+    python -m jax_ep bench decode
+
+The model is Qwen3-30B-A3B with random weights in bfloat16. A step of decoding reads the dense weights, the experts that
+its tokens choose and the cache. The bound is the time that these bytes take at the speed of memory that NVIDIA states.
+"""
+
+import argparse
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from .model import QWEN3_30B, SMALL, layers, model, open_all
+from .runner import Bench, Row, Run
+
+SEED = 0
+BYTES_PER_SECOND = {"H100": 3.35e12, "H200": 4.8e12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, the prompts of one sequence, and the batches that decode behind `context` tokens."""
+
+    name: str
+    config: Any
+    prompts: tuple[int, ...]
+    batches: tuple[int, ...]
+    context: int
+    steps: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def seconds_of(call: Callable[[], Any], repeats: int) -> float:
+    """The median, without the first, which compiles."""
+    jax.block_until_ready(call())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def step_bytes(config: Any, batch: int, context: int, ranks: int) -> float:
+    """That a GPU reads in a step: its share of the experts that uniform routing chooses and of the cache, and the
+    dense weights."""
+    leaves = jax.tree.leaves(config.layout())
+    experts = 2 * sum(math.prod(one.shape) for one in leaves if one.experts)
+    dense = 2 * sum(math.prod(one.shape) for one in leaves if not one.experts and "embed" not in one.name)
+    chosen = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
+    cache = 2 * config.num_hidden_layers * batch * context * sum(math.prod(shape) for shape in config.cache_shapes)
+    return dense + (experts * chosen + cache) / ranks
+
+
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    group, config, repeats = run.group, case.config, run.options.repeats
+    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
+    params = model.init(jax.random.key(SEED), config, group, how.dtype)
+    key = jax.random.key(SEED)
+    rng = np.random.default_rng(SEED)
+    kind = group.mesh.devices.flat[0].device_kind
+    speed = next((speed for word, speed in BYTES_PER_SECOND.items() if word in kind), None)
+
+    def row(what: str, tokens: int, seconds: float, bound: float | None) -> Row:
+        return {
+            "model": case,
+            "what": what,
+            "ms": f"{seconds * 1e3:,.2f}",
+            "tokens/s": f"{tokens / seconds:,.0f}",
+            "of the bound by bytes": f"{bound / seconds:.2f}" if bound else "-",
+        }
+
+    for length in case.prompts:
+        prefill, _ = model.decoder(config, how, length)
+        ids = jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
+        seconds = seconds_of(lambda run=prefill, ids=ids: run(params, ids, key)[0], repeats)
+        yield row(f"prefill, 1 x {length:,}", length, seconds, None)
+    for batch in case.batches:
+        _, step = model.decoder(config, how, case.context + case.steps)
+        spec = P(None, *how.rows(batch, 1))
+        lead = config.num_hidden_layers, batch, case.context + case.steps
+
+        def draw(shapes: Any = config.cache_shapes, lead: Any = lead) -> Any:
+            return [jax.random.normal(key, (*lead, *shape), how.dtype) for shape in shapes]
+
+        kept = jax.jit(draw, out_shardings=NamedSharding(group.mesh, spec))()
+        tokens, cache = jnp.zeros(batch, jnp.int32), layers.Cache(tuple(kept), jnp.int32(0), jnp.int32(case.context))
+        del kept
+        times: list[float] = []
+        for _ in range(case.steps):
+            start = time.perf_counter()
+            tokens, cache = step(params, tokens, cache, key)
+            np.asarray(tokens)  # all that the host reads
+            times.append(time.perf_counter() - start)
+        del cache
+        bound = speed and step_bytes(config, batch, case.context, group.size) / speed
+        yield row(f"decode, batch {batch} behind {case.context:,}", batch, statistics.median(times[2:]), bound)
+
+
+def cases(run: Run) -> list[Case]:
+    if run.on_cpu:
+        return [Case("small", dataclasses.replace(SMALL, num_hidden_layers=2), (16,), (1, 8), 16, 4)]
+    whole = dataclasses.replace(QWEN3_30B, num_hidden_layers=run.options.layers)
+    name = f"Qwen3-30B, {run.options.layers} layers"
+    return [Case(name, whole, (4096, 32_768), (1, 8, 32, 128), 4096, 32)]
+
+
+def notes(run: Run) -> Iterator[str]:
+    yield "decoding: one compiled step, medians by the host's clock, which reads the tokens of each step"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=48, help="[%(default)s]")
+
+
+BENCH = Bench(__doc__, cases, rows, notes, arguments, repeats=3, open=open_all)
