@@ -42,7 +42,7 @@ _BENCHES = {
     "report": "the tables of docs/performance.md, and which results are old",
 }
 _EXTRAS = {"matplotlib": "demo", "optax": "demo", "tqdm": "demo"}  # by the package that is missing
-_EXTRAS |= {"orbax": "models", "safetensors": "models", "tensorboardX": "models"}
+_EXTRAS |= dict.fromkeys(("orbax", "safetensors", "tensorboardX", "tokenizers"), "models")
 _CPU_DEVICES = 8
 
 
