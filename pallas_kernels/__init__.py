@@ -11,5 +11,12 @@ from jax_ep.pallas_kernels.quantize import (
     nearest_quotient as nearest_quotient,
     quantize_matrices as quantize_matrices,
 )
+from jax_ep.pallas_kernels.router import (
+    Groups as Groups,
+    RouterTiling as RouterTiling,
+    best_groups as best_groups,
+    can_route as can_route,
+    route as route,
+)
 from jax_ep.pallas_kernels.runs import runs_of_sorted as runs_of_sorted
 from jax_ep.pallas_kernels.sums import Cut as Cut, SumTiling as SumTiling, sum_segments as sum_segments

@@ -17,6 +17,8 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.checks import check_array
+from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 PART = 32  # entries
@@ -47,7 +49,7 @@ class SumTiling(NamedTuple):
 
 def sum_tiling(columns: int, dtype: Any) -> SumTiling:
     """Tiles of 4 KiB of first parts and of 256 values of further parts; long segments need many loads ahead."""
-    wide = _power_of_two(columns)
+    wide = power_of_two(columns)
     first = min(1024 if np.dtype(dtype).itemsize == 4 else 2048, wide)
     further, long = min(256, wide), min(64, wide)
     return SumTiling(
@@ -55,10 +57,6 @@ def sum_tiling(columns: int, dtype: Any) -> SumTiling:
         Cut(max(1, min(64, 256 // further)), further, 8),
         Cut(8, long, 64),
     )
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def sum_segments(
@@ -93,9 +91,9 @@ def sum_segments(
     Raises:
       ValueError, TypeError: an argument is wrong.
     """
-    _check("values", values, "[N, D]", _DTYPES)
+    check_array("sum_segments", "values", values, "[N, D]", _DTYPES)
     entries, segments = values.shape[0] if order is None else order.shape[0], starts.shape[0] - 1
-    _check("starts", starts, "[S + 1]", (np.integer,))
+    check_array("sum_segments", "starts", starts, "[S + 1]", (np.integer,))
     if segments < 0:
         raise ValueError("sum_segments: starts must have at least one element, got (0,)")
     for name, x, layout, size, kind in (
@@ -104,9 +102,7 @@ def sum_segments(
         ("scale", scale, "[S]", segments, np.floating),
     ):
         if x is not None:
-            _check(name, x, layout, (kind,))
-            if x.shape != (size,):
-                raise ValueError(f"sum_segments: {name} must have shape {layout} = ({size},), got {x.shape}")
+            check_array("sum_segments", name, x, layout, (kind,), (size,))
     if max(values.shape[0], entries) >= MOST_ENTRIES or segments >= 2**30:
         raise ValueError(
             "sum_segments: values must have fewer than 2**31 - 64 rows and entries, and starts fewer than 2**30 "
@@ -119,16 +115,6 @@ def sum_segments(
         return jnp.zeros_like(operands[0], dtype, shape=(segments, values.shape[1]))
     tiling = tiling or sum_tiling(values.shape[1], values.dtype)
     return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
-
-
-def _check(name: str, x: Any, layout: str, kinds: tuple[Any, ...]) -> None:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"sum_segments: {name} must be an array, got {type(x).__name__}")
-    if x.ndim != layout.count(",") + 1:
-        raise ValueError(f"sum_segments: {name} must have shape {layout}, got {x.shape}")
-    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
-        wanted = ", ".join(kind.__name__ if isinstance(kind, type) else str(kind) for kind in kinds)
-        raise TypeError(f"sum_segments: {name} must be of dtype {wanted}, got {x.dtype}")
 
 
 def _sum(
@@ -186,10 +172,10 @@ def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entr
     size = jnp.where(inside, end - begin, 0)
     total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, cut.ahead)
     if firsts is not None:
-        _store(firsts, size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
+        store_rows(firsts, size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
     if "scale" in refs:
         total *= triton.load(refs["scale"].at[segment]).astype(jnp.float32)[:, None]
-    _store(out, inside & (size <= PART), segment, column, total)
+    store_rows(out, inside & (size <= PART), segment, column, total)
 
 
 def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, cut: Cut) -> None:
@@ -206,7 +192,7 @@ def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entrie
     part = begin + _parts(first - begin) * PART
     found &= (part > begin) & (part < end)
     size = jnp.where(found, jnp.minimum(end - part, PART), 0)
-    _store(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
+    store_rows(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
 
 
 def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
@@ -259,13 +245,6 @@ def _bounds(starts: Any, segment: jax.Array, entries: int) -> tuple[jax.Array, j
     """int32: the first entry of each segment, and the end of its entries."""
     begin, end = (jnp.minimum(jnp.maximum(triton.load(starts.at[segment + i]), 0), entries) for i in (0, 1))
     return begin.astype(jnp.int32), jnp.maximum(begin, end).astype(jnp.int32)
-
-
-def _store(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
-    rows, width = ref.shape
-    row = jnp.where(mask, row, rows)  # what is masked is written back in interpret mode
-    at = ref.at[row[:, None], column[None, :]]
-    triton.store(at, values.astype(ref.dtype), mask=mask[:, None] & (column < width)[None, :])
 
 
 def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:

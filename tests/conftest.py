@@ -139,3 +139,10 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(gemm, "has_gemm", lambda: True)
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(params=["as is", "by kernels"])
+def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the way of GPUs, on a CPU."""
+    if request.param == "by kernels" and jax.default_backend() == "cpu":
+        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+from test_pallas_kernels import H200, INTERPRET
 
 from jax_ep import nn
 from jax_ep.nn.balance import Score
+from jax_ep.pallas_kernels import Groups, RouterTiling, best_groups, route
 
 SIZE, TOKENS, EXPERTS, K = 4, 20, 16, 4
 zeros: Any = np.zeros
@@ -33,6 +36,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x.astype(np.float64)))
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_softmax_top_k(renormalize: bool, logits: np.ndarray) -> None:
     routed = helpers.fetch(jax.jit(lambda x: nn.softmax_top_k(x, K, renormalize=renormalize))(logits))
@@ -43,6 +47,7 @@ def test_softmax_top_k(renormalize: bool, logits: np.ndarray) -> None:
         np.testing.assert_allclose(weights, exact / exact.sum() if renormalize else exact, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(("groups", "top_groups", "best_of_group"), [(1, None, 2), (4, 2, 2), (4, 1, 1), (8, 3, 2)])
 def test_sigmoid_top_k(
     groups: int, top_groups: int | None, best_of_group: int, logits: np.ndarray, rng: np.random.Generator
@@ -62,6 +67,7 @@ def test_sigmoid_top_k(
         assert len({expert // (EXPERTS // groups) for expert in ids}) <= (top_groups or groups)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_softmax_in_groups(logits: np.ndarray) -> None:
     """As DeepSeek-V2 routes: the best expert of a device says what the device is worth, and weights are scaled."""
     options: dict[str, Any] = {"groups": 4, "top_groups": 2, "renormalize": False, "scale": 2**31}
@@ -74,6 +80,7 @@ def test_softmax_in_groups(logits: np.ndarray) -> None:
         np.testing.assert_allclose(weights, 2.0**31 * softmax(row)[wanted], rtol=1e-5)
 
 
+@pytest.mark.usefixtures("each_way")
 def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
     def total(logits: jax.Array, bias: jax.Array) -> jax.Array:
         return jnp.sum(nn.sigmoid_top_k(logits, K, bias=bias, renormalize=False).weights)
@@ -94,6 +101,7 @@ def weights_of(logits: np.ndarray, ids: np.ndarray, score: str, renormalize: boo
     return weights / np.where(valid.any(axis=1), weights.sum(axis=1), 1)[:, None] if renormalize else weights
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("replayed", [True, False])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -127,6 +135,126 @@ def test_some_tokens_and_given_ids(
     np.testing.assert_allclose(routed.weights, exact(logits.astype(np.float64)), rtol=1e-5)
     wanted = finite_differences(lambda x: float(np.sum(exact(x) * by)), logits.astype(np.float64))
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("router", [nn.softmax_top_k, partial(nn.sigmoid_top_k, groups=4, top_groups=2)])
+def test_derivatives_twice_in_a_batch(router: Any, rng: np.random.Generator) -> None:
+    """Forward and reverse, of logits far enough apart that the choice stays."""
+    logits = rng.permuted(np.broadcast_to(np.linspace(-1, 1, EXPERTS), (2, 3, EXPERTS)), axis=2).astype(np.float32)
+    by, mask = rng.standard_normal((2, 3, K)).astype(np.float32), np.array([True, False, True])
+
+    def total(logits: jax.Array) -> jax.Array:
+        routed = jax.vmap(lambda x: router(x, K, mask=mask, renormalize=False))(logits)
+        return jnp.sum(routed.weights * by)
+
+    check_grads(total, (logits,), order=2, modes=("fwd", "rev"), rtol=2e-2, atol=2e-3, eps=1e-2)
+
+
+def in_order(scores: np.ndarray) -> np.ndarray:
+    """Where the greatest of the last axis are, in the order of `jax.lax.top_k`: of equal ones the first."""
+    bits = np.where(np.isnan(scores), np.float32(np.nan), scores).astype(np.float32).view(np.int32).astype(np.int64)
+    return np.argsort(-np.where(bits < 0, bits ^ 0x7FFFFFFF, bits), axis=-1, kind="stable")
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: np.random.Generator) -> None:
+    """Ids are those of a stable sort of the scores, which NaN, infinities and underflow make equal.
+
+    If all scores of a token are NaN their signs, which differ between platforms, order them.
+    """
+    experts = 12
+    logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (200, experts)).astype(np.float32)
+    for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
+        logits[tokens] = np.where(rng.random(logits[tokens].shape) < 0.1, value, logits[tokens])
+    logits[120:130], logits[130:140] = -np.inf, 0
+    bias, bad = np.float32(0), np.zeros(len(logits), bool)
+    options: dict[str, Any] = {}
+    if groups:
+        options = {"groups": groups.total, "top_groups": groups.kept, "best_of_group": groups.best}
+    with np.errstate(all="ignore"):
+        if score == "softmax":
+            wide = logits.astype(np.float64)
+            shifted = wide - wide.max(axis=1, keepdims=True)
+            log_scores = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+            bad = np.isnan(log_scores).any(axis=1)
+            routed = jax.jit(lambda x: nn.softmax_top_k(x, K, **options))(logits)
+        else:
+            bias = rng.choice([-0.0, 0, 0.5, np.inf, np.nan], experts, p=[0.3, 0.3, 0.2, 0.1, 0.1]).astype(np.float32)
+            log_scores = -np.logaddexp(0, -logits.astype(np.float64))
+            routed = jax.jit(lambda x: nn.sigmoid_top_k(x, K, bias=bias, **options))(logits)
+        scores = np.exp(log_scores).astype(np.float32) + bias
+        if groups:
+            by_group = scores.reshape(len(scores), groups.total, -1)
+            best = np.take_along_axis(by_group, in_order(by_group)[..., : groups.best], axis=2)
+            kept = in_order(best.sum(axis=2))[:, : groups.kept]
+            inside = (kept[:, None, :] == np.arange(groups.total)[:, None]).any(axis=2)
+            wanted = np.where(inside[:, :, None], by_group, -np.inf).reshape(scores.shape)
+            found = jax.jit(partial(nn.within_top_groups, top_k=K, **options))(scores)
+            np.testing.assert_array_equal(found, wanted)
+            scores = wanted
+        chosen = in_order(scores)[:, :K]
+        np.testing.assert_array_equal(routed.expert_ids[~bad], chosen[~bad])
+        of_chosen = np.exp(np.take_along_axis(log_scores, chosen, axis=1))
+        total = of_chosen.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(routed.weights, of_chosen / np.where(total == 0, 1, total), rtol=1e-4, atol=1e-37)
+    assert bad.any() == (score == "softmax")
+    assert all(len({*ids}) == K for ids in np.asarray(routed.expert_ids).tolist())
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(256, Groups(8, 4, 2)), (160, Groups(8, 3)), (7, None), (8192, None)])
+def test_routers_lower_for_gpus_inside_shard_map(experts: int, groups: Groups | None) -> None:
+    """With 64-bit ids, and where JAX refuses operands of different ranks or dtypes."""
+
+    def body(logits: jax.Array, bias: jax.Array, ids: jax.Array, mask: jax.Array) -> Any:
+        chosen = route(logits, 5, score="sigmoid", bias=bias, groups=groups, mask=mask)
+        return chosen, route(logits, 5, score="softmax", ids=ids), best_groups(logits, groups or Groups())
+
+    shapes = ((400, experts), jnp.bfloat16), ((experts,), np.float32), ((400, 5), np.int64), ((400,), np.bool_)
+    specs: Any = {"in_specs": (P("ep"), P(), P("ep"), P("ep")), "out_specs": P("ep")}
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with jax.sharding.use_abstract_mesh(H200), jax.enable_x64(True), strict[0], strict[1]:
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, **specs))
+        traced = mapped.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") == 3
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"logits must have shape \[T, E\], got \(4,\)", {"logits": zeros(4)}),
+        (r"logits must have at most 8192 experts in padded groups, got 8193", {"logits": zeros((1, 8193), np.float32)}),
+        (r"top_k must be in \[1, 4\], got 5", {"top_k": 5, "groups": Groups(4, 2)}),
+        (r"groups.total must divide the 8 experts, got 3", {"groups": Groups(3)}),
+        (r"groups.kept must be in \[1, 2\], got 3", {"groups": Groups(2, 3)}),
+        (r"groups.best must be at least 1, got 0", {"groups": Groups(2, 1, 0)}),
+        (r"score must be 'softmax' or 'sigmoid', got 'tanh'", {"score": "tanh"}),
+        (r"ids must have shape \[T, K\] = \(3, 2\), got \(3, 1\)", {"ids": zeros((3, 1), np.int32)}),
+        (r"mask must be of dtype bool", {"mask": zeros(3)}),
+    ],
+)
+def test_wrong_routers_are_named(match: str, change: dict[str, Any]) -> None:
+    arguments: dict[str, Any] = {"logits": zeros((3, 8), np.float32), "top_k": 2, "score": "softmax"}
+    with pytest.raises((TypeError, ValueError), match=f"route: {match}"):
+        route(**arguments | change)
+
+
+@pytest.mark.skipif(INTERPRET, reason="needs a GPU")
+def test_logits_of_more_than_2_31_values() -> None:
+    """In tiles of several sizes; many logits are equal."""
+    tokens, experts = 8_500_000, 256
+    logits = (jnp.arange(tokens)[:, None] * 7 + jnp.arange(experts) * 31) % 97
+    for tiling in (None, RouterTiling(1, 1), RouterTiling(32, 8)):
+        call = jax.jit(partial(route, top_k=8, score="softmax", tiling=tiling))
+        ids, weights = call(logits.astype(jnp.bfloat16))
+        for part in (slice(0, 1000), slice(tokens - 1000, tokens)):
+            rows = np.asarray(logits[part]).astype(np.float32)
+            wanted = np.argsort(-rows, axis=1, kind="stable")[:, :8]
+            np.testing.assert_array_equal(ids[part], wanted)
+            exact = np.exp(np.take_along_axis(rows, wanted, axis=1) - rows.max(axis=1, keepdims=True))
+            np.testing.assert_allclose(weights[part], exact / exact.sum(axis=1, keepdims=True), rtol=1e-5, atol=1e-9)
 
 
 def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:

@@ -170,14 +170,7 @@ def test_wrong_runs_are_named(error: type[Exception], match: str, ids: Any, limi
         runs_of_sorted(ids, limit)
 
 
-@pytest.fixture(params=["as is", "by kernels"])
-def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the way of GPUs, on a CPU."""
-    if request.param == "by kernels" and INTERPRET:
-        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
-
-
-@pytest.mark.usefixtures("sums")
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("capacity", [4, 60])
 def test_coalesce(capacity: int, rng: np.random.Generator) -> None:
     ids = rng.integers(-1, 12, (1, 40)).astype(np.int32)
@@ -253,7 +246,7 @@ def test_sums_of_more_than_2_31_values() -> None:
     np.testing.assert_array_equal(found, np.broadcast_to(np.array(wanted, np.float32)[:, None], (3, columns)))
 
 
-@pytest.mark.usefixtures("sums")
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_sums_by_ids_and_their_derivatives(weighted: bool, rng: np.random.Generator) -> None:
     """Under `jax.vmap`, too; ids outside are left out. The sum has a second derivative, by rows and weights."""

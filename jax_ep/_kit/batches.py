@@ -1,12 +1,13 @@
-"""What ops do with a batch (`jax.vmap`)."""
+"""What ops choose when they are lowered, and do with a batch (`jax.vmap`)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import jax
 from jax.custom_batching import sequential_vmap
 
-from jax_ep._kit import vary
+from jax_ep._kit import gemm, vary
 from jax_ep._kit.checks import PyTree
 
 _T = TypeVar("_T")
@@ -25,3 +26,13 @@ def by_platform(default: Callable[..., _T], **platforms: Callable[..., _T]) -> C
         return jax.lax.platform_dependent(*vary.vary_alike(None, *operands), **platforms, default=default)
 
     return sequential_vmap(choose)
+
+
+def by_kernel_on_gpus(by_kernel: Callable[..., _T], by_xla: Callable[..., _T]) -> Callable[..., _T]:
+    """A function of the operands: a Pallas kernel on GPUs that Triton compiles for, and `by_xla` elsewhere.
+
+    Args:
+      by_kernel: takes `interpret=` besides the operands.
+    """
+    kernels = {name: partial(by_kernel, interpret=name == "cpu") for name in gemm.pallas_platforms()}
+    return by_platform(by_xla, **kernels) if kernels else by_xla

@@ -4,9 +4,8 @@ GPUs sum by the Pallas kernels, entries in parts of 32. On other platforms `jax.
 order; on a GPU it would add by atomics, in no order. Segments are often the runs of equal ids among sorted ids.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +14,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jax_ep import pallas_kernels
-from jax_ep._kit import gemm
-from jax_ep._kit.batches import by_platform
+from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.linear import linear
 
 NO_PLACE = 2**31 - 1
-_T = TypeVar("_T")
 
 
 class Segments(NamedTuple):
@@ -56,7 +53,7 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: DTypeLike) -> jax.A
         home = jnp.zeros_like(taken, shape=rows.shape)
         return home.at[segments.order].set(taken, unique_indices=True)
 
-    return linear(lambda segments, rows: _choose(by_xla, by_kernel)(rows, segments), back, segments, rows)
+    return linear(lambda segments, rows: by_kernel_on_gpus(by_kernel, by_xla)(rows, segments), back, segments, rows)
 
 
 def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any, weights: jax.Array | None = None) -> jax.Array:
@@ -84,7 +81,7 @@ def _sum_by_ids(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, we
         options = {"order": order, "weights": sorted_weights}
         return pallas_kernels.sum_segments(rows, starts, dtype=dtype, interpret=interpret, **options)
 
-    return _choose(by_xla, by_kernel)(ids, rows, *([] if weights is None else [weights]))
+    return by_kernel_on_gpus(by_kernel, by_xla)(ids, rows, *([] if weights is None else [weights]))
 
 
 @partial(_sum_by_ids.defjvp, symbolic_zeros=True)
@@ -131,7 +128,7 @@ def runs_of_sorted(ids: jax.Array, limit: int) -> tuple[jax.Array, jax.Array, ja
     def by_kernel(ids: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         return pallas_kernels.runs_of_sorted(ids, limit, interpret=interpret)
 
-    return _choose(by_xla, by_kernel)(ids)
+    return by_kernel_on_gpus(by_kernel, by_xla)(ids)
 
 
 def places_of_sorted(ids: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
@@ -164,11 +161,6 @@ def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
         here = ids.at[more - 1].get(mode="fill", fill_value=count).astype(number.dtype)
         below = jnp.where((more <= ids.shape[0]) & (here < number), more, below)
     return below
-
-
-def _choose(by_xla: Callable[..., _T], by_kernel: Callable[..., _T]) -> Callable[..., _T]:
-    kernels = {name: partial(by_kernel, interpret=name == "cpu") for name in gemm.pallas_platforms()}
-    return by_platform(by_xla, **kernels) if kernels else by_xla
 
 
 def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: DTypeLike, are_sorted: bool = False) -> jax.Array:

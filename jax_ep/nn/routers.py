@@ -1,6 +1,7 @@
 """Routers: which experts a token visits, and with what weight.
 
-Plain functions of logits [T, E] of this rank's tokens, float32 inside; they need no group.
+Plain functions of logits [T, E] of this rank's tokens, float32 inside; they need no group. On GPUs one Pallas kernel
+chooses the experts and computes their weights.
 
     expert_ids, weights = softmax_top_k(tokens @ router, 8)
     out, stats = jax_ep.moe_mlp(tokens, expert_ids, weights, experts, group=group)
@@ -8,14 +9,19 @@ Plain functions of logits [T, E] of this rank's tokens, float32 inside; they nee
 Values that do not count are replaced before a nonlinearity, never after it: there the gradient would be 0 * NaN.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import pallas_kernels
 from jax_ep._kit import checks
+from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.checks import AxisName
+from jax_ep._kit.linear import linear
+from jax_ep.pallas_kernels import Groups
 
 Array = jax.Array | np.ndarray
 
@@ -59,9 +65,8 @@ def softmax_top_k(
         their logits hold, and contribute nothing to gradients.
     """
     op = "softmax_top_k"
-    log_scores = jax.nn.log_softmax(_checked_logits(op, logits, top_k, mask), axis=-1)
-    chosen_by = _within_top_groups(op, jnp.exp(log_scores), top_k, groups, top_groups, best_of_group)
-    return _take(op, log_scores, chosen_by, top_k, renormalize, scale, ids, mask)
+    how = _checked(op, "softmax", logits, top_k, groups, top_groups, best_of_group, renormalize)
+    return _route(op, how, logits, scale, None, ids, mask)
 
 
 def sigmoid_top_k(
@@ -90,13 +95,10 @@ def sigmoid_top_k(
       ids, mask: as for `softmax_top_k`.
     """
     op = "sigmoid_top_k"
-    log_scores = jax.nn.log_sigmoid(_checked_logits(op, logits, top_k, mask))
-    biased = jnp.exp(log_scores)
+    how = _checked(op, "sigmoid", logits, top_k, groups, top_groups, best_of_group, renormalize)
     if bias is not None:
         checks.check_array(op, "bias", bias, "[E]", np.float32, shape=logits.shape[1:])
-        biased += bias[None]
-    chosen_by = _within_top_groups(op, biased, top_k, groups, top_groups, best_of_group)
-    return _take(op, log_scores, chosen_by, top_k, renormalize, scale, ids, mask)
+    return _route(op, how, logits, scale, bias, ids, mask)
 
 
 def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
@@ -104,17 +106,52 @@ def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, b
     op = "within_top_groups"
     checks.check_array(op, "scores", scores, "[T, E]", np.floating)
     checks.check_int(op, "top_k", top_k)
-    return _within_top_groups(op, jnp.asarray(scores), top_k, groups, top_groups, best_of_group)
+    scores = jnp.asarray(scores)
+    chosen = _checked_groups(op, scores.shape[1], top_k, groups, top_groups, best_of_group)
+    if chosen.kept == chosen.total:
+        return scores
+    choose: Any = partial(_best_groups, chosen)
+    if scores.dtype in checks.TOKEN_DTYPES and pallas_kernels.can_route(scores.shape[1], chosen.total):
+        choose = by_kernel_on_gpus(partial(pallas_kernels.best_groups, groups=chosen), choose)
+    return _within(chosen, scores, choose(jax.lax.stop_gradient(scores)))
 
 
-def _within_top_groups(
-    op: str, scores: jax.Array, top_k: int, groups: int, top_groups: int | None, best_of_group: int
-) -> jax.Array:
+class _How(NamedTuple):
+    """What is static in a router."""
+
+    score: Literal["softmax", "sigmoid"]
+    top_k: int
+    groups: Groups
+    renormalize: bool
+
+
+def _checked(
+    op: str,
+    score: Literal["softmax", "sigmoid"],
+    logits: Any,
+    top_k: int,
+    groups: int,
+    top_groups: int | None,
+    best_of_group: int,
+    renormalize: bool,
+) -> _How:
+    checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
+    checks.check_int(op, "top_k", top_k)
+    if top_k > logits.shape[1]:
+        raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
+    checks.check_bool(op, "renormalize", renormalize)
+    return _How(
+        score, top_k, _checked_groups(op, logits.shape[1], top_k, groups, top_groups, best_of_group), renormalize
+    )
+
+
+def _checked_groups(
+    op: str, experts: int, top_k: int, groups: int, top_groups: int | None, best_of_group: int
+) -> Groups:
     for name, number in (("groups", groups), ("best_of_group", best_of_group)):
         checks.check_int(op, name, number)
     top_groups = groups if top_groups is None else top_groups
     checks.check_int(op, "top_groups", top_groups)
-    tokens, experts = scores.shape
     if experts % groups:
         raise ValueError(f"{op}: groups must divide the {experts} experts, got {groups}")
     if top_groups > groups or top_groups * (experts // groups) < top_k:
@@ -122,37 +159,94 @@ def _within_top_groups(
             f"{op}: top_groups must be at most the {groups} groups, and so many that they hold top_k = {top_k} "
             f"experts; got {top_groups}"
         )
-    if top_groups == groups:
-        return scores
-    by_group = scores.reshape(tokens, groups, experts // groups)
-    best = jax.lax.top_k(by_group, min(best_of_group, experts // groups))[0].sum(axis=-1)
-    kept = jax.nn.one_hot(jax.lax.top_k(best, top_groups)[1], groups, dtype=jnp.bool).any(axis=1)
-    return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(tokens, experts)
+    return Groups(groups, top_groups, best_of_group)
 
 
-def _take(
-    op: str,
-    log_scores: jax.Array,
-    chosen_by: jax.Array,
-    top_k: int,
-    renormalize: bool,
-    scale: float,
-    ids: Array | None,
-    mask: Array | None,
+def _route(
+    op: str, how: _How, logits: Array, scale: float, bias: Array | None, ids: Array | None, mask: Array | None
 ) -> Routed:
-    checks.check_bool(op, "renormalize", renormalize)
     checks.check_number(op, "scale", scale)
-    if ids is None:
-        expert_ids = jax.lax.top_k(jax.lax.stop_gradient(chosen_by), top_k)[1].astype(jnp.int32)
-    else:
-        checks.check_array(op, "ids", ids, "[T, K]", np.integer, shape=(log_scores.shape[0], top_k))
-        expert_ids = checks.to_int32(ids)
-    if mask is not None:
-        expert_ids = jnp.where(mask[:, None], expert_ids, -1)
+    check_mask(op, logits, mask)
+    if ids is not None:
+        checks.check_array(op, "ids", ids, "[T, K]", np.integer, shape=(logits.shape[0], how.top_k))
+        ids = checks.to_int32(ids)
+    logits, others = jnp.asarray(logits), {"bias": bias, "ids": ids, "mask": mask}
+    given = {name: jnp.asarray(x) for name, x in others.items() if x is not None}
+    found = _choose(how, *jax.lax.stop_gradient((logits, given)))
+    weights = _following(how, logits, found[1], (given.get("mask"), found[0]))
+    return Routed(found[0], weights * jnp.asarray(scale, jnp.float32))
+
+
+def _choose(how: _How, logits: jax.Array, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The result of a router before the scale, without a derivative. `given`: those of bias, ids and mask there are."""
+
+    def by_xla(logits: jax.Array, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        expert_ids, mask = given.get("ids"), given.get("mask")
+        log_scores = _log_scores(how, logits, mask)
+        if expert_ids is None:
+            scores = jnp.exp(log_scores)
+            scores += given["bias"][None] if "bias" in given else 0
+            if how.groups.kept < how.groups.total:
+                scores = _within(how.groups, scores, _best_groups(how.groups, scores))
+            expert_ids = jax.lax.top_k(scores, how.top_k)[1].astype(jnp.int32)
+        if mask is not None:
+            expert_ids = jnp.where(mask[:, None], expert_ids, -1)
+        return expert_ids, _weights(how, log_scores, expert_ids)
+
+    def by_kernel(logits: jax.Array, given: dict[str, Any], interpret: bool) -> tuple[jax.Array, jax.Array]:
+        return pallas_kernels.route(logits, **how._asdict(), **given, interpret=interpret)
+
+    fits = pallas_kernels.can_route(logits.shape[1], how.groups.total, how.top_k)
+    return (by_kernel_on_gpus(by_kernel, by_xla) if fits else by_xla)(logits, given)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _following(how: _How, logits: jax.Array, weights: jax.Array, found: Any) -> jax.Array:
+    """The weights, with their derivative in the logits. `found`: the mask, and the experts that they are of."""
+    return weights
+
+
+@_following.defjvp
+def _following_jvp(how: _How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    """The backward pass reads the logits again, and no scores are kept for it."""
+    logits, weights, found = primals
+
+    def function(found: Any) -> Any:
+        mask, expert_ids = found
+        return lambda logits: _weights(how, _log_scores(how, logits, mask), expert_ids)
+
+    def forward(residuals: Any, tangent: jax.Array) -> jax.Array:
+        logits, found = residuals
+        return jax.jvp(function(found), [logits], [tangent])[1]
+
+    def back(residuals: Any, cotangent: jax.Array) -> jax.Array:
+        logits, found = residuals
+        return jax.vjp(function(found), logits)[1](cotangent)[0]
+
+    return _following(how, logits, weights, found), linear(forward, back, (logits, found), tangents[0])
+
+
+def _log_scores(how: _How, logits: jax.Array, mask: jax.Array | None) -> jax.Array:
+    log = jax.nn.log_softmax if how.score == "softmax" else jax.nn.log_sigmoid
+    return log(float32_logits(logits, mask))
+
+
+def _weights(how: _How, log_scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
     valid = is_expert(expert_ids, log_scores.shape[1])
     of_chosen = jnp.take_along_axis(log_scores, jnp.where(valid, expert_ids, 0), axis=1)
-    weights = shares(of_chosen, valid) if renormalize else jnp.where(valid, jnp.exp(of_chosen), 0)
-    return Routed(expert_ids, weights * jnp.asarray(scale, jnp.float32))
+    return shares(of_chosen, valid) if how.renormalize else jnp.where(valid, jnp.exp(of_chosen), 0)
+
+
+def _best_groups(groups: Groups, scores: jax.Array) -> jax.Array:
+    """[T, G] bool: the best groups of each token."""
+    by_group = scores.reshape(scores.shape[0], groups.total, -1)
+    worth = jax.lax.top_k(by_group, min(groups.best, by_group.shape[2]))[0].sum(axis=-1)
+    return jax.nn.one_hot(jax.lax.top_k(worth, groups.kept)[1], groups.total, dtype=jnp.bool).any(axis=1)
+
+
+def _within(groups: Groups, scores: jax.Array, kept: jax.Array) -> jax.Array:
+    by_group = scores.reshape(scores.shape[0], groups.total, -1)
+    return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:
@@ -249,15 +343,6 @@ def round_tokens(
         left = kept.sum(axis=1, keepdims=True)
         kept *= weights.sum(axis=1, keepdims=True) / jnp.where(left > 0, left, 1)
     return Routed(jnp.where(taken, expert_ids, -1), kept)
-
-
-def _checked_logits(op: str, logits: Any, top_k: int, mask: Any) -> jax.Array:
-    checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
-    checks.check_int(op, "top_k", top_k)
-    if top_k > logits.shape[1]:
-        raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
-    check_mask(op, logits, mask)
-    return float32_logits(logits, mask)
 
 
 def check_mask(op: str, logits: Array, mask: Any) -> None:

@@ -1,0 +1,20 @@
+"""Tiles of programs: Triton's have sizes that are powers of two."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least `size`."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def store_rows(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
+    """Writes `values` [R, C] to the rows [R] where `mask` [R] is set, and the columns [C] that the array has."""
+    rows, width = ref.shape
+    row = jnp.where(mask, row, rows)  # what is masked is written back in interpret mode
+    at = ref.at[row[:, None], column[None, :]]
+    triton.store(at, values.astype(ref.dtype), mask=mask[:, None] & (column < width)[None, :])
