@@ -48,6 +48,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("sums", {"sums", "of XLA"}),
         ("decode", {"what", "tokens/s", "of the bound by bytes"}),
         ("model", {"gradient, ms", "tokens/s a GPU", "TF/s a GPU"}),
+        ("routers", {"router", "of XLA"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
     ],
 )
