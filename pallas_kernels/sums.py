@@ -5,6 +5,9 @@ then the sums of the parts, by plain float32 additions. How programs share the w
 
 The first kernel adds up the first part of every segment, which is all of a segment of at most 32 entries. The second
 adds up further parts, and the third adds up the parts of each long segment. A row is read once. No memory is cleared.
+
+Segments may be added up again, in groups. Then the first kernel adds up the first parts of long segments alone. The
+fourth adds up the segments of each group, the short ones itself.
 """
 
 from functools import partial
@@ -66,6 +69,7 @@ def sum_segments(
     order: jax.Array | None = None,
     weights: jax.Array | None = None,
     scale: jax.Array | None = None,
+    groups: jax.Array | None = None,
     dtype: Any = None,
     tiling: SumTiling | None = None,
     interpret: bool = False,
@@ -80,13 +84,15 @@ def sum_segments(
       starts: [S + 1] int32 or int64, not decreasing. Bounds outside [0, M] are clamped.
       order: [M] int32 or int64, the rows of `values`. An entry outside [0, N) adds nothing. None: row j, and M = N.
       weights: [M] floats. None: 1.
-      scale: [S] floats. None: 1.
+      scale: [S] floats, or [G] with groups. None: 1.
+      groups: [G + 1] int32 or int64, not decreasing: out[g] adds up the segments groups[g], ..., groups[g + 1] - 1
+        in order, each times scale[g]. A group of 16-bit rows with more entries than segments is multiplied at the end.
       dtype: of the result. Default: the dtype of `values`.
       tiling: default: `sum_tiling`.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
-      [S, D]. Under `jax.vmap` one element of the batch is computed after the other.
+      [S, D], or [G, D] with groups. Under `jax.vmap` one element of the batch is computed after the other.
 
     Raises:
       ValueError, TypeError: an argument is wrong.
@@ -96,10 +102,12 @@ def sum_segments(
     check_array("sum_segments", "starts", starts, "[S + 1]", (np.integer,))
     if segments < 0:
         raise ValueError("sum_segments: starts must have at least one element, got (0,)")
+    results = segments if groups is None else groups.size - 1
     for name, x, layout, size, kind in (
         ("order", order, "[M]", entries, np.integer),
         ("weights", weights, "[M]", entries, np.floating),
-        ("scale", scale, "[S]", segments, np.floating),
+        ("scale", scale, "[S]" if groups is None else "[G]", results, np.floating),
+        ("groups", groups, "[G + 1]", max(results, 0) + 1, np.integer),
     ):
         if x is not None:
             check_array("sum_segments", name, x, layout, (kind,), (size,))
@@ -109,10 +117,11 @@ def sum_segments(
             f"segments, got {values.shape[0]}, {entries} and {segments}"
         )
     dtype = np.dtype(values.dtype if dtype is None else dtype)
-    given = {name: x for name, x in (("order", order), ("weights", weights), ("scale", scale)) if x is not None}
+    optional = {"order": order, "weights": weights, "scale": scale, "groups": groups}
+    given = {name: x for name, x in optional.items() if x is not None}
     operands = vary_alike(values, starts, *given.values())
-    if not (entries and segments and values.size):
-        return jnp.zeros_like(operands[0], dtype, shape=(segments, values.shape[1]))
+    if not (entries and segments and results and values.size):
+        return jnp.zeros_like(operands[0], dtype, shape=(results, values.shape[1]))
     tiling = tiling or sum_tiling(values.shape[1], values.dtype)
     return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
 
@@ -151,9 +160,17 @@ def _sum(
             name=body.__name__.strip("_"),
         )(*operands.values())
 
-    sums = result_type((segments, width), dtype, values)
     parts = result_type((windows, width), np.float32, values)
     owners = result_type((windows,), np.int32, values)
+    if "groups" in given:
+        count, longs = given["groups"].shape[0] - 1, {}
+        if entries > PART:
+            (firsts,) = call(_sum_long_first_parts, tiling.further, windows, [parts])
+            further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
+            operands = {"firsts": firsts, "further": further, "owner": owner}
+            longs["longs"] = call(_sum_long_segments, tiling.long, windows, [parts], **operands)[0]
+        return call(_sum_groups, tiling.first, count, [result_type((count, width), dtype, values)], **longs)[0]
+    sums = result_type((segments, width), dtype, values)
     if entries <= PART:
         return call(_sum_first_parts, tiling.first, segments, [sums])[0]
     short, firsts = call(_sum_first_parts, tiling.first, segments, [sums, parts])
@@ -178,25 +195,67 @@ def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entr
     store_rows(out, inside & (size <= PART), segment, column, total)
 
 
+def _sum_groups(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
+    """Sums of groups: short segments are added up here, and long ones are taken from `longs`."""
+    group = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
+    column, inside = _columns(cut.columns), group < out.shape[0]
+    group = jnp.where(inside, group, 0)
+    first, end = _bounds(refs["groups"], group, refs["starts"].shape[0] - 1)
+    count = jnp.where(inside, end - first, 0)
+    scale = late = jnp.ones(cut.rows, jnp.float32)
+    if "scale" in refs:
+        scale = triton.load(refs["scale"].at[group]).astype(jnp.float32)
+        if refs["values"].dtype.itemsize == 2:
+            (begin, _), (_, stop) = (_bounds(refs["starts"], jnp.maximum(at, 0), entries) for at in (first, end - 1))
+            crowded = stop - begin > count
+            scale, late = jnp.where(crowded, late, scale), jnp.where(crowded, scale, late)
+
+    def add(i: Any, total: jax.Array) -> jax.Array:
+        valid = i < count
+        begin, end = _bounds(refs["starts"], jnp.where(valid, first + i, 0), entries)
+        size = jnp.where(valid, end - begin, 0)
+        part = _sum_parts(refs, begin, jnp.where(size > PART, 0, size), column, cut.ahead)
+        if "longs" in refs:
+            long = size > PART
+            at = refs["longs"].at[jnp.where(long, jax.lax.div(begin, jnp.int32(PART)), 0)[:, None], column[None, :]]
+            mask = long[:, None] & (column < out.shape[1])[None, :]
+            part = jnp.where(long[:, None], triton.load(at, mask=mask, other=0.0), part)
+        return total + scale[:, None] * part
+
+    zeros = jnp.zeros((cut.rows, cut.columns), jnp.float32)
+    total = jax.lax.fori_loop(np.int32(0), jnp.max(count), add, zeros)
+    store_rows(out, inside, group, column, total * late[:, None])
+
+
+def _sum_long_first_parts(refs: dict[str, Any], firsts: Any, *, entries: int, cut: Cut) -> None:
+    """The sum of the first part of the long segment that begins in a window: it has the window's last entry."""
+    window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
+    column, inside = _columns(cut.columns), window < firsts.shape[0]
+    window = jnp.where(inside, window, 0)
+    segment, begin, _ = _long_segment(refs["starts"], jnp.minimum((window + 1) * PART, entries) - 1, entries)
+    found = inside & (segment >= 0) & (begin >= window * PART)
+    size = jnp.where(found, PART, 0)
+    store_rows(firsts, found, window, column, _sum_parts(refs, begin, size, column, cut.ahead))
+
+
 def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, cut: Cut) -> None:
     """The sum of the further part that begins in a window, and the long segment that has the window's first entry."""
-    windows, segments = further.shape[0], refs["starts"].shape[0] - 1
     window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
-    column = _columns(cut.columns)
-    first = jnp.minimum(window, windows - 1) * PART
-    segment = _segment_of(refs["starts"], first)
-    found = (window < windows) & (segment >= 0) & (segment < segments)
-    begin, end = _bounds(refs["starts"], jnp.where(found, segment, 0), entries)
-    found &= end - begin > PART
-    triton.store(owner.at[window], jnp.where(found, segment, -1), mask=window < windows)
+    column, inside = _columns(cut.columns), window < further.shape[0]
+    first = jnp.where(inside, window, 0) * PART
+    segment, begin, end = _long_segment(refs["starts"], first, entries)
+    triton.store(owner.at[window], segment, mask=inside)
     part = begin + _parts(first - begin) * PART
-    found &= (part > begin) & (part < end)
+    found = inside & (segment >= 0) & (part > begin) & (part < end)
     size = jnp.where(found, jnp.minimum(end - part, PART), 0)
     store_rows(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
 
 
 def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
-    """The sum of each long segment whose entries begin a window here for the first time, one after the other."""
+    """The sum of each long segment whose entries begin a window here for the first time, one after the other.
+
+    With groups it goes to the window in which the segment begins.
+    """
     (windows,), width, further = refs["owner"].shape, out.shape[1], refs["further"]
     lane = jnp.arange(cut.rows, dtype=jnp.int32)
     window = pl.program_id(1) * cut.rows + lane
@@ -225,9 +284,10 @@ def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut
             return total
 
         total = jax.lax.fori_loop(0, _parts(jnp.maximum(parts - 1, 0), cut.ahead), add, load(refs["firsts"], 0))
-        if "scale" in refs:
+        if "scale" in refs and "groups" not in refs:
             total *= refs["scale"][segment].astype(jnp.float32)
-        triton.store(out.at[segment, column], total.astype(out.dtype), mask=(parts > 0) & (column < width))
+        row = first if "groups" in refs else segment
+        triton.store(out.at[row, column], total.astype(out.dtype), mask=(parts > 0) & (column < width))
 
     jax.lax.fori_loop(0, jnp.max(jnp.where(found, lane + 1, 0)), add_up, None)
 
@@ -245,6 +305,14 @@ def _bounds(starts: Any, segment: jax.Array, entries: int) -> tuple[jax.Array, j
     """int32: the first entry of each segment, and the end of its entries."""
     begin, end = (jnp.minimum(jnp.maximum(triton.load(starts.at[segment + i]), 0), entries) for i in (0, 1))
     return begin.astype(jnp.int32), jnp.maximum(begin, end).astype(jnp.int32)
+
+
+def _long_segment(starts: Any, entry: jax.Array, entries: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The long segment that has an entry, or -1, and the bounds of the segment."""
+    segment = _segment_of(starts, entry)
+    found = (segment >= 0) & (segment < starts.shape[0] - 1)
+    begin, end = _bounds(starts, jnp.where(found, segment, 0), entries)
+    return jnp.where(found & (end - begin > PART), segment, -1), begin, end
 
 
 def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
@@ -12,8 +13,13 @@ from conftest import OpenGroup
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
 from test_nodes import over
+from test_pallas_kernels import H200, INTERPRET
+from test_sums import assert_bits, in_parts
 
 from jax_ep import CapacityError, Group, Implementation, SparseRows
+from jax_ep.ops.sparse import pallas, xla
+from jax_ep.ops.sparse.types import SparseConfig
+from jax_ep.pallas_kernels import Cut, SumTiling, sums
 
 ROWS = 1000
 SHARDED = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
@@ -100,6 +106,62 @@ def test_few_rows(size: int, entries: int, num_rows: int, sharded: bool, way: Wa
     """Ranges of ranks that do not come out even, or are empty; far more room than rows; no entries at all."""
     ids = cases.uniform(rng, size, entries, num_rows)
     way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU compiles them faster."""
+    if INTERPRET:
+        monkeypatch.setattr(sums, "sum_tiling", lambda *_: SumTiling(Cut(2, 64, 2), Cut(2, 64, 2), Cut(2, 64, 2)))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(
+    ("op", "sharded", "dtype"),
+    [("sum", False, DTYPES[2]), ("mean", True, DTYPES[0]), ("mean_by_count", True, DTYPES[2])],
+    ids=str,
+)
+def test_by_pallas(op: str, sharded: bool, dtype: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """The bits of sums: a rank's entries of a row in parts of 32, then ranks in order. And their gradient."""
+    size, num_rows = 2, 60
+    ids = np.concatenate([cases.zipf(rng, size, 200, num_rows), cases.out_of_range(rng, size, 9, num_rows)], axis=1)
+    values, by = cases.draw_values(rng, ids, 5, dtype), rng.standard_normal((num_rows + 1, 5)).astype(np.float32)
+    options: dict[str, Any] = {"capacity": 64, "op": op, "sharded": sharded}
+    run = cases.reduced(open_group(size), num_rows, implementation="pallas", **options)
+
+    def body(ids: jax.Array, values: jax.Array) -> Any:
+        def total(values: jax.Array) -> tuple[jax.Array, SparseRows]:
+            out = run(ids, values)
+            weights = jnp.asarray(by)[out.indices] / (1 if sharded else size)  # every rank has the same result
+            return jnp.sum(out.values.astype(jnp.float32) * weights), out
+
+        return jax.grad(total, has_aux=True)(values)
+
+    by_values, found = helpers.fetch(helpers.per_rank(body, open_group(size).mesh, check_vma=False)(ids, values))
+    cases.assert_reduced(found, cases.expected(ids, values, num_rows=num_rows, **options), dtype)
+    wanted = cases.gradient(ids, by[:-1].astype(np.float64), op)
+    np.testing.assert_allclose(helpers.wide(by_values), wanted, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+    if op != "mean_by_count":
+        for indices, rows in zip(found.indices, found.values, strict=True):
+            for index, row in zip(indices[indices < num_rows], rows, strict=False):
+                each = [in_parts(values[rank][ids[rank] == index]) for rank in range(size)]
+                assert_bits(row, ((each[0] + each[1]) / (size if op == "mean" else 1)).astype(dtype))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pallas_lowers_for_gpus_inside_shard_map(sharded: bool) -> None:
+    """A result that is not sharded varies over no axis."""
+    config = SparseConfig(4, 1000, 300, "mean_by_count", sharded, drop=True)
+
+    def body(ids: jax.Array, values: jax.Array) -> jax.Array:
+        found = xla.match(config, "ep", ids, ids[:2] * 0)
+        return pallas.reduce(config, "ep", values, *found, interpret=False)
+
+    with jax.sharding.use_abstract_mesh(H200):
+        specs: Any = {"in_specs": P("ep"), "out_specs": P("ep") if sharded else P()}
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, **specs))
+        operands = jax.ShapeDtypeStruct((400,), np.int32), jax.ShapeDtypeStruct((400, 33), jnp.bfloat16)
+        assert "sum_groups" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @inside_a_node

@@ -76,6 +76,26 @@ def test_sums_of_segments(lengths: tuple[int, ...], columns: int, dtype: Any, rn
     assert_bits(sums(values, starts, scale=scale), wanted.astype(dtype))
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS * 2, (3, 1, 0, 5)], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_sums_of_groups(lengths: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> None:
+    """Segment after segment, each in parts. A scale is a power of two, so when it multiplies does not matter."""
+    starts, entries = starts_of(lengths), sum(lengths)
+    groups = np.array([0, 0, 1, 3, len(lengths) - 1, 2**31 - 1], np.int32)
+    values = rng.standard_normal((entries, 70)).astype(dtype)
+    order = rng.permutation(entries).astype(np.int32)
+    scale = 2.0 ** rng.integers(-2, 3, len(groups) - 1).astype(np.float32)
+    wanted = np.zeros((len(groups) - 1, 70), np.float32)
+    for total, (a, b) in zip(wanted, itertools.pairwise(groups.clip(0, len(lengths))), strict=True):
+        for s in range(a, b):
+            total += in_parts(values[order[starts[s] : starts[s + 1]]])
+    tiling = SumTiling(Cut(2, 64, 3), Cut(2, 64, 4), Cut(4, 64, 2))
+    sums = jax.jit(partial(sum_segments, tiling=tiling, interpret=INTERPRET))
+    assert_bits(sums(values, starts, order=order, groups=groups), wanted.astype(dtype))
+    found = sums(values, starts, order=order, groups=groups, scale=scale)
+    assert_bits(found, (wanted * scale[:, None]).astype(dtype))
+
+
 def test_weights_wide_ids_and_batches(rng: np.random.Generator) -> None:
     """Weights are powers of two: products are exact, fused or not. Bounds outside the entries are clamped."""
     values = rng.standard_normal((2, 50, 6)).astype(np.float32)
@@ -107,13 +127,15 @@ def test_sums_and_runs_lower_for_gpus_inside_shard_map(columns: int) -> None:
     def body(values: jax.Array, order: jax.Array, weights: jax.Array) -> Any:
         starts = jnp.arange(5, dtype=jnp.int32) * 100  # varies over no axis, as the others do
         sums = sum_segments(values, starts, order=order, weights=weights, scale=weights[:4])
-        return sums, runs_of_sorted(order, 7)[:2]
+        groups = jnp.array([0, 2, 4], jnp.int32)
+        of_groups = sum_segments(values, starts, order=order, groups=groups, scale=weights[:2])
+        return sums, of_groups, runs_of_sorted(order, 7)[:2]
 
     shapes = ((1024, columns), jnp.bfloat16), ((4096,), jnp.int32), ((4096,), jnp.float32)
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 5
+        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 9
 
 
 @pytest.mark.parametrize(
@@ -124,6 +146,7 @@ def test_sums_and_runs_lower_for_gpus_inside_shard_map(columns: int) -> None:
         ("starts must have at least one element", {"starts": jnp.zeros(0, jnp.int32)}),
         (r"scale must have shape \[S\] = \(2,\), got \(3,\)", {"scale": jnp.zeros(3)}),
         (r"order must be of dtype integer, got float32", {"order": jnp.zeros(4)}),
+        (r"groups must have shape \[G \+ 1\] = \(1,\), got \(0,\)", {"groups": jnp.zeros(0, jnp.int32)}),
         (r"values must have fewer than 2\*\*31 - 64 rows", {"order": jax.ShapeDtypeStruct((2**31 - 64,), jnp.int32)}),
     ],
 )

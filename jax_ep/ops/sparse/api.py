@@ -5,17 +5,16 @@ hold a row, its owner, receives the parts of the others and writes their sum int
 """
 
 import dataclasses
-from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks, vary
+from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
-from jax_ep.ops.sparse import kernels, nodes, xla
+from jax_ep.ops.sparse import kernels, nodes, pallas, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
@@ -57,8 +56,10 @@ def sparse_all_reduce(
         bytes of all ranks' rows. The results are the same. "xla" and groups across nodes always take "match".
       on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
         last ids find no room, and are counted in `dropped`.
-      implementation: as for `dispatch`. With "xla", and across nodes, an overflow fills `values` with NaN and is raised
-        by `group.check()` or the next op.
+      implementation: as for `dispatch`; or "pallas": every rank gathers the rows of all ranks and adds up those of its
+        result, with the bits of the kernels. "auto" takes it on GPUs without the kernels. A CPU interprets it,
+        slowly, and inside `jax.shard_map` only with check_vma=False. With "pallas" and "xla", and across nodes, an
+        overflow fills `values` with NaN and is raised by `group.check()` or the next op.
 
     Returns:
       C entries in the dtypes of `rows`. The first `count` are rows; the others are padding, with id `num_rows` and zero
@@ -72,25 +73,25 @@ def sparse_all_reduce(
     check_group(name, group)
     config = _config(rows, group, capacity, op, sharded, on_overflow)
     checks.check_one_of(name, "method", method, Method)
-    by_kernels = group._resolve(name, implementation, serves_nodes=True) == "kernels"
+    by = _resolved(name, group, implementation)
 
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         indices = jnp.full_like(rows.indices, rows.num_rows, shape=1)
         values = jnp.zeros_like(rows.values, shape=(1, rows.values.shape[1]))
         rows = dataclasses.replace(rows, indices=indices, values=values)
     entries, row_values = rows.values.shape
-    settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by_kernels": by_kernels}
+    settings = {"entries": entries, "columns": row_values, "dtype": rows.values.dtype, "by": by}
     agreement = Agreement(group._participants, name, **settings, **dataclasses.asdict(config))
     rows = agreement.enter(*vary.vary_alike(group.axis_name, jax.tree.map(jnp.asarray, rows)))
     if method == "auto":
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
-    union = _union(group, config, rows, method, by_kernels)
-    _, union_here = vary.vary_alike(group.axis_name, rows.values, union)
-    if by_kernels:
-        values = _reduce(group, config, rows.values, union_here)
-    else:
+    inside = by == "kernels" and group.intranode is None  # by kernels of one node alone
+    union, entries = _union(group, config, rows, "bitmap" if inside and method == "bitmap" else "match")
+    if by == "xla":
         values = xla.reduce(config, group.axis_name, rows.values, union)
-    if not config.drop and not (by_kernels and group.intranode is None):  # kernels of one node report it
+    else:
+        values = _reduce(group, config, rows.values, union, entries, by)
+    if not config.drop and not inside:  # kernels report it
         values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
     values = agreement.leave(values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
@@ -128,22 +129,43 @@ def _config(
     return SparseConfig(group.size, rows.num_rows, capacity, op, sharded, on_overflow == "drop")
 
 
-def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method, by_kernels: bool) -> Union:
+def _resolved(op: str, group: Group, implementation: Implementation) -> Implementation:
+    """ "kernels", "pallas" or "xla", the same answer on every rank."""
+    checks.check_one_of(op, "implementation", implementation, Implementation)
+    asked = "xla" if implementation == "pallas" else implementation
+    by = group._resolve(op, asked, serves_nodes=True)
+    gains = implementation == "auto" and group.platform in gemm.pallas_platforms()
+    return "pallas" if by == "xla" and (implementation == "pallas" or gains) else by
+
+
+def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method) -> tuple[Union, xla.Sorted | None]:
     # Not jnp.stack, which JAX cannot batch with spmd_axis_name where a batch has one scalar and shares the other.
     missing = jnp.concatenate([(rows.ignored + rows.count_outside())[None], rows.dropped[None]])
     operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
-    if by_kernels and method == "bitmap" and group.intranode is None:
-        return kernels.sparse_union(group, config, *operands)
+    if method == "bitmap":
+        return kernels.sparse_union(group, config, *operands), None
     return xla.match(config, group.axis_name, *operands)
 
 
-def _reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) -> jax.Array:
-    def forward(union: Union, values: jax.Array) -> jax.Array:
+def _reduce(
+    group: Group, config: SparseConfig, values: jax.Array, union: Union, entries: xla.Sorted | None, by: Implementation
+) -> jax.Array:
+    def forward(residuals: tuple[Union, xla.Sorted | None], values: jax.Array) -> jax.Array:
+        union, entries = residuals
+        if by == "pallas":
+            assert entries is not None
+            interpret = group.platform == "cpu"
+            return pallas.reduce(config, group.axis_name, values, union, entries, interpret=interpret)
         if group.intranode is not None:
             return nodes.reduce(group, config, values, union)
         return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
 
-    return linear(forward, partial(_back, group, config), union, values)
+    def back(residuals: tuple[Union, xla.Sorted | None], cotangent: jax.Array) -> jax.Array:
+        return _back(group, config, residuals[0], cotangent)
+
+    if by == "kernels":
+        (_, union), entries = vary.vary_alike(group.axis_name, values, union), None
+    return linear(forward, back, (union, entries), values)
 
 
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:

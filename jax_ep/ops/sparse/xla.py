@@ -4,13 +4,14 @@ With `method="match"` kernels take the second step.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.sums import NO_PLACE, places_of_sorted, sum_by_ids
+from jax_ep._kit.sums import NO_PLACE, runs_of_sorted, sorted_with_order, sum_by_ids
 from jax_ep.ops.sparse.types import SparseConfig, Union
 
 
@@ -20,24 +21,38 @@ def search(union: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.searchsorted(union, ids, method="scan_unrolled").astype(jnp.int32)
 
 
-def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: jax.Array) -> Union:
+class Sorted(NamedTuple):
+    """The entries of all ranks, R N of them, in the order of their ids; equal ids in the order of ranks and entries.
+
+    Attributes:
+      ids: [R N] int32; `num_rows` where an entry stands for no row.
+      order: [R N] int32, which entry it is: N r + n for entry n of rank r.
+      starts: [R N + 1] int32. Where the entries of each place begin; then where the last ones end.
+    """
+
+    ids: jax.Array
+    order: jax.Array
+    starts: jax.Array
+
+
+def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: jax.Array) -> tuple[Union, Sorted]:
     """The union, by sorting all ranks' ids and finding this rank's ids among them. Arguments as for the kernel."""
     gather = partial(jax.lax.all_gather, axis_name=axis_name, to="invarying")
-    all_ids = jnp.sort(gather(ids, tiled=True))
-    places, _ = places_of_sorted(all_ids, config.num_rows)
-    union = jnp.full(all_ids.shape, config.num_rows, jnp.int32).at[places].set(all_ids, mode="drop")
+    all_ids, order = sorted_with_order(gather(ids, tiled=True))
+    first, union, _ = runs_of_sorted(all_ids, config.num_rows)
 
     starts = jnp.minimum(jnp.arange(config.size + 1, dtype=jnp.uint32) * config.rank_rows, config.num_rows)
     bounds = jnp.sum(union[None] < starts.astype(jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     me = jax.lax.axis_index(axis_name) if config.sharded else 0
     begin, end = (bounds[me], bounds[me + 1]) if config.sharded else (0, bounds[-1])
     place = begin + jnp.arange(config.capacity, dtype=jnp.int32)
-    return Union(
+    found = Union(
         indices=jnp.where(place < end, union.at[place].get(mode="clip"), config.num_rows),
         places=gather(search(union, ids)),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )
+    return found, Sorted(all_ids, order, first)
 
 
 def reduce(config: SparseConfig, axis_name: AxisName, values: jax.Array, union: Union) -> jax.Array:
