@@ -1,4 +1,4 @@
-"""sparse_all_reduce beside XLA's collectives: `python -m jax_ep bench sparse`."""
+"""sparse_all_reduce beside XLA's collectives, and beside `psum` of a dense table: `python -m jax_ep bench sparse`."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -34,8 +34,28 @@ class Shape:
         return 4 * self.width
 
 
-CPU_SHAPE = Shape(1_000_000, 64, 4_000)
-GPU_SHAPE = Shape(5_000_000, 2048, 50_000)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`dense`: the table is small enough for a dense gradient, of which a rank has the rows of its ids."""
+
+    kind: str
+    shape: Shape
+    dense: bool = False
+    quick: bool = True
+
+    def __str__(self) -> str:
+        zeros = 100 - 100 * self.shape.entries / self.shape.num_rows
+        return f"{self.kind}, {f'{zeros:g} % zeros, ' if self.dense else ''}{self.shape}"
+
+
+CPU_CASES = [
+    *(Case(kind, Shape(1_000_000, 64, 4_000)) for kind in KINDS),
+    Case("uniform", Shape(10_000, 16, 100), dense=True),
+]
+GPU_CASES = [
+    *(Case(kind, Shape(5_000_000, 2048, 50_000)) for kind in KINDS),
+    *(Case("uniform", Shape(500_000, 512, n), dense=True, quick=n == 5_000) for n in (50_000, 15_000, 5_000, 500, 50)),
+]
 
 Formulation = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]  # of a rank's ids and values
 
@@ -124,31 +144,40 @@ def union_and_psum(num_rows: int, capacity: int) -> Formulation:
     return run
 
 
-def rows(kind: str, run: Run) -> Iterator[Row]:
+def dense_psum(table: jax.Array) -> jax.Array:
+    return jax.lax.psum(table, AXIS)
+
+
+def rows(case: Case, run: Run) -> Iterator[Row]:
     """Checks the formulations against each other, and times them."""
-    group, shape = run.group, CPU_SHAPE if run.on_cpu else GPU_SHAPE
-    ids = draw_ids(kind, shape, group.size)
+    group, shape = run.group, case.shape
+    ids = draw_ids(case.kind, shape, group.size)
     needed = load(ids, shape.num_rows)
     capacity, own_capacity = round_up(needed.union), round_up(needed.largest_share)
     mine = partial(ours, group, shape.num_rows)
-    gathered = (group.size - 1) * shape.entries
-    summed = 2 * capacity * (group.size - 1) / group.size
-    replicated = {
-        "jax_ep, bitmap": mine(capacity, method="bitmap"),
-        "jax_ep, match": mine(capacity, method="match"),
-        "all-gather, segment_sum": gather_and_segment_sum(shape.num_rows, capacity),
-        "union, psum": union_and_psum(shape.num_rows, capacity),
+    gathered, summed = (group.size - 1) * shape.entries, 2 * (group.size - 1) / group.size
+    replicated = {  # and the rows that a rank receives
+        "jax_ep, bitmap": (mine(capacity, method="bitmap"), needed.replicated),
+        "jax_ep, match": (mine(capacity, method="match"), needed.replicated),
+        "jax_ep, pallas": (mine(capacity, implementation="pallas"), gathered),
+        "all-gather, segment_sum": (gather_and_segment_sum(shape.num_rows, capacity), gathered),
+        "union, psum": (union_and_psum(shape.num_rows, capacity), summed * capacity),
     }
-    received = [needed.replicated, needed.replicated, gathered, summed, needed.sharded]  # rows of a rank
+    if run.on_cpu:
+        del replicated["jax_ep, pallas"]  # interpreted
     flat_ids, values = place_entries(ids, shape.width, group.mesh)
-    check_equal(replicated, group, flat_ids, values)
-    formulations = replicated | {"jax_ep, sharded": mine(own_capacity, sharded=True)}
+    check_equal({name: one for name, (one, _) in replicated.items()}, group, flat_ids, values)
+    formulations = replicated | {"jax_ep, sharded": (mine(own_capacity, sharded=True), needed.sharded)}
     calls = 3 if run.on_cpu else 20
-    times = run.time({name: Loop(one, (flat_ids,), values, calls) for name, one in formulations.items()})
-    for (name, time), count in zip(times.items(), received, strict=True):
-        size = count * shape.row_bytes
+    loops = {name: Loop(one, (flat_ids,), values, calls) for name, (one, _) in formulations.items()}
+    received = {name: count for name, (_, count) in formulations.items()}
+    if case.dense:
+        table = draw(group.mesh, SEED, group.size * shape.num_rows, shape.width, dtype=np.float32)
+        loops["dense psum"], received["dense psum"] = Loop(dense_psum, (), table, calls), summed * shape.num_rows
+    for name, time in run.time(loops).items():
+        size = received[name] * shape.row_bytes
         yield {
-            "ids": f"{kind}, {shape}",
+            "ids": case,
             "formulation": name,
             "us": f"{time:,.0f}",
             "received MB a rank": f"{size / 1e6:,.1f}",
@@ -167,4 +196,4 @@ def check_equal(formulations: dict[str, Formulation], group: jax_ep.Group, ids: 
         check_alike(name, sums, expected[1], 1e-5)
 
 
-BENCH = Bench(__doc__, lambda run: KINDS, rows)
+BENCH = Bench(__doc__, lambda run: CPU_CASES if run.on_cpu else GPU_CASES, rows, quick="fewer dense tables")

@@ -49,6 +49,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("decode", {"what", "tokens/s", "of the bound by bytes"}),
         ("model", {"gradient, ms", "tokens/s a GPU", "TF/s a GPU"}),
         ("routers", {"router", "of XLA"}),
+        ("sparse --shapes zeros", {"ids", "formulation", "GB/s"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
     ],
 )
