@@ -5,6 +5,7 @@ from jax_ep.pallas_kernels.grouped_matmul import (
     grouped_matmul as grouped_matmul,
     grouped_outer as grouped_outer,
 )
+from jax_ep.pallas_kernels.match import places_in_sorted as places_in_sorted
 from jax_ep.pallas_kernels.quantize import (
     BLOCK as BLOCK,
     blocks_to_float8 as blocks_to_float8,

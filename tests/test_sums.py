@@ -18,7 +18,7 @@ from jax_ep import Experts, Group, SparseRows, coalesce, embedding, moe_mlp, spa
 from jax_ep._kit import gemm
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.lax import ragged_dot
-from jax_ep.pallas_kernels import Cut, SumTiling, runs_of_sorted, sum_segments
+from jax_ep.pallas_kernels import Cut, SumTiling, places_in_sorted, runs_of_sorted, sum_segments
 
 PART = 32
 LENGTHS = (5, 0, 70, 33, 32, 31, 1, 100, 0, 64)
@@ -129,13 +129,13 @@ def test_sums_and_runs_lower_for_gpus_inside_shard_map(columns: int) -> None:
         sums = sum_segments(values, starts, order=order, weights=weights, scale=weights[:4])
         groups = jnp.array([0, 2, 4], jnp.int32)
         of_groups = sum_segments(values, starts, order=order, groups=groups, scale=weights[:2])
-        return sums, of_groups, runs_of_sorted(order, 7)[:2]
+        return sums, of_groups, runs_of_sorted(order, 7)[:2], places_in_sorted(starts, order)
 
     shapes = ((1024, columns), jnp.bfloat16), ((4096,), jnp.int32), ((4096,), jnp.float32)
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 9
+        assert mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") >= 10
 
 
 @pytest.mark.parametrize(
@@ -172,6 +172,20 @@ def test_runs_of_sorted_ids(dtype: Any, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(different, np.append(wanted[inside], [limit] * more))
         np.testing.assert_array_equal(starts, np.append(firsts[inside], [(own < limit).sum()] * (more + 1)))
         assert (different.dtype, starts.dtype, runs) == (dtype, np.int32, inside.sum())
+
+
+@pytest.mark.parametrize(("dtype", "of"), [(np.int32, np.uint16), (np.int64, np.int32), (np.int32, np.int32)], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 1000, 1024])
+def test_places_in_sorted(size: int, dtype: Any, of: Any, rng: np.random.Generator) -> None:
+    """Of ids that are there and others, in a batch."""
+    union = np.sort(rng.integers(0, 700, (2, size)), axis=1).astype(of)
+    ids = rng.integers(-3, 720, 300).astype(dtype)
+    with jax.enable_x64(dtype == np.int64):
+        find = partial(places_in_sorted, interpret=INTERPRET)
+        found = jax.jit(jax.vmap(find, in_axes=(0, None)))(jnp.asarray(union), jnp.asarray(ids))
+    assert found.dtype == np.int32
+    for own, places in zip(union, found, strict=True):
+        np.testing.assert_array_equal(places, np.searchsorted(own.astype(np.int64), ids))
 
 
 @pytest.mark.parametrize(

@@ -150,17 +150,25 @@ def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
-    """int32 [count + 1]: how many of the sorted ids [N] are below 0, 1, ..., count.
+    """int32 [count + 1]: how many of the sorted ids [N] are below 0, 1, ..., count."""
+    return places_in_sorted(ids, jnp.arange(count + 1, dtype=jnp.int32))
+
+
+def places_in_sorted(union: jax.Array, ids: jax.Array) -> jax.Array:
+    """int32 [N]: how many of the sorted integers [U] are below each of the int32 ids [N].
 
     By halving. The type of `jnp.searchsorted` varies over a `spmd_axis_name` even where its operands do not.
     """
-    number = jnp.arange(count + 1, dtype=jnp.int32)
-    below = jnp.zeros_like(number)
-    for bit in reversed(range(ids.shape[0].bit_length())):
-        more = below + (1 << bit)
-        here = ids.at[more - 1].get(mode="fill", fill_value=count).astype(number.dtype)
-        below = jnp.where((more <= ids.shape[0]) & (here < number), more, below)
-    return below
+
+    def by_xla(union: jax.Array, ids: jax.Array) -> jax.Array:
+        below = jnp.zeros_like(ids)
+        for bit in reversed(range(union.shape[0].bit_length())):
+            more = below + (1 << bit)
+            here = union.at[more - 1].get(mode="fill", fill_value=0).astype(ids.dtype)
+            below = jnp.where((more <= union.shape[0]) & (here < ids), more, below)
+        return below
+
+    return by_kernel_on_gpus(pallas_kernels.places_in_sorted, by_xla)(union, ids)
 
 
 def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: DTypeLike, are_sorted: bool = False) -> jax.Array:

@@ -8,17 +8,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import sequential_vmap
 
 from jax_ep._kit.checks import AxisName
-from jax_ep._kit.sums import NO_PLACE, runs_of_sorted, sorted_with_order, sum_by_ids
+from jax_ep._kit.sums import NO_PLACE, places_in_sorted, runs_of_sorted, sorted_with_order, sum_by_ids
 from jax_ep.ops.sparse.types import SparseConfig, Union
-
-
-@sequential_vmap  # jnp.searchsorted has no batch with spmd_axis_name
-def search(union: jax.Array, ids: jax.Array) -> jax.Array:
-    """[N] int32: the place of each id, its number in the sorted union. All padding has the first place of padding."""
-    return jnp.searchsorted(union, ids, method="scan_unrolled").astype(jnp.int32)
 
 
 class Sorted(NamedTuple):
@@ -48,7 +41,7 @@ def match(config: SparseConfig, axis_name: AxisName, ids: jax.Array, missing: ja
     place = begin + jnp.arange(config.capacity, dtype=jnp.int32)
     found = Union(
         indices=jnp.where(place < end, union.at[place].get(mode="clip"), config.num_rows),
-        places=gather(search(union, ids)),
+        places=gather(places_in_sorted(union, ids)),
         bounds=bounds,
         missing=jax.lax.psum(missing, axis_name),
     )
