@@ -10,6 +10,7 @@ Segments may be added up again, in groups. Then the first kernel adds up the fir
 fourth adds up the segments of each group, the short ones itself.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -136,69 +137,120 @@ def _sum(
     starts: jax.Array,
     *others: jax.Array,
 ) -> jax.Array:
-    width, segments = values.shape[1], starts.shape[0] - 1
-    windows = pl.cdiv(entries, PART)  # of the entries. In each at most one further part and one long segment begin
     given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
+    count = given.get("groups", starts).shape[0] - 1
+    sums = result_type((count, values.shape[1]), dtype, values)
+    return fold_segments(given, entries, [sums], _write, tiling, interpret)[0]
 
-    def call(body: Any, cut: Cut, rows: int, results: list[Any], **more: Any) -> list[jax.Array]:
-        """`rows` sums, of which a program has `cut.rows`. `more`: operands, of which `sums` is written in place."""
+
+def _write(refs: dict[str, Any], outs: Any, segment: jax.Array, mask: jax.Array, column: jax.Array) -> Any:
+    """An `Epilogue` that writes the sums, times the scale."""
+    scale = triton.load(refs["scale"].at[segment]).astype(jnp.float32)[:, None] if "scale" in refs else None
+
+    def finish(total: jax.Array) -> None:
+        store_rows(outs[0], mask, segment, column, total if scale is None else total * scale)
+
+    return finish
+
+
+def _write_by_window(
+    entries: int, refs: dict[str, Any], outs: Any, segment: jax.Array, mask: jax.Array, column: jax.Array
+) -> Any:
+    """An `Epilogue` that writes the sum of a long segment to the window of entries in which the segment begins."""
+    window = jax.lax.div(_bounds(refs["starts"], segment, entries)[0], jnp.int32(PART))
+    return lambda total: store_rows(outs[0], mask, window, column, total)
+
+
+# Of the refs of all operands and of the results; of the segments [R] that a program has, which of them count [R], and
+# the columns [C]. It returns what is called with the sums [R, C], so that its own loads do not wait for them.
+Epilogue = Callable[[dict[str, Any], Any, jax.Array, jax.Array, jax.Array], Callable[[jax.Array], None]]
+
+
+def fold_segments(
+    given: dict[str, jax.Array],
+    entries: int,
+    results: Sequence[Any],
+    epilogue: Epilogue,
+    tiling: SumTiling,
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """What the epilogue makes of the sum of each segment. It gets each segment once.
+
+    With groups their sums are the one result, and there is no epilogue.
+
+    Args:
+      given: operands that vary alike: "values" and "starts", perhaps "order", "weights" and "groups", as for
+        `sum_segments`; and what the epilogue reads.
+      results: types; or arrays, which are written in place.
+    """
+    values, segments = given["values"], given["starts"].shape[0] - 1
+    width = values.shape[1]
+    windows = pl.cdiv(entries, PART)  # of the entries. In each at most one further part and one long segment begin
+
+    def call(
+        body: Any, cut: Cut, rows: int, results: Sequence[Any], epilogue: Epilogue = epilogue, **more: jax.Array
+    ) -> list[jax.Array]:
+        """`rows` sums, of which a program has `cut.rows`."""
         operands = given | more
+        written = [x for x in results if isinstance(x, jax.Array)]
+        places = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]
 
         def named(*refs: Any) -> None:
-            body(dict(zip(operands, refs, strict=False)), *refs[len(operands) :], entries=entries, cut=cut)
+            refs_of = dict(zip(operands, refs, strict=False))
+            body(refs_of, refs[len(operands) + len(written) :], entries=entries, cut=cut, epilogue=epilogue)
 
         anywhere = pl.BlockSpec(memory_space=pl.ANY)
         return pl.pallas_call(
             named,
-            out_shape=tuple(results),
+            out_shape=tuple(result_type(x.shape, x.dtype, values) for x in results),
             grid=(pl.cdiv(width, cut.columns), pl.cdiv(rows, cut.rows)),
-            in_specs=[anywhere] * len(operands),
+            in_specs=[anywhere] * (len(operands) + len(written)),
             out_specs=tuple([anywhere] * len(results)),
-            input_output_aliases={list(operands).index("sums"): 0} if "sums" in operands else {},
+            input_output_aliases={len(operands) + i: place for i, place in enumerate(places)},
             compiler_params=triton.CompilerParams(num_warps=cut.warps),
             interpret=interpret,
             name=body.__name__.strip("_"),
-        )(*operands.values())
+        )(*operands.values(), *written)
 
     parts = result_type((windows, width), np.float32, values)
     owners = result_type((windows,), np.int32, values)
     if "groups" in given:
-        count, longs = given["groups"].shape[0] - 1, {}
+        longs: dict[str, jax.Array] = {}
         if entries > PART:
             (firsts,) = call(_sum_long_first_parts, tiling.further, windows, [parts])
             further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
+            by_window = partial(_write_by_window, entries)
             operands = {"firsts": firsts, "further": further, "owner": owner}
-            longs["longs"] = call(_sum_long_segments, tiling.long, windows, [parts], **operands)[0]
-        return call(_sum_groups, tiling.first, count, [result_type((count, width), dtype, values)], **longs)[0]
-    sums = result_type((segments, width), dtype, values)
+            longs["longs"] = call(_sum_long_segments, tiling.long, windows, [parts], by_window, **operands)[0]
+        return call(_sum_groups, tiling.first, given["groups"].shape[0] - 1, results, **longs)
     if entries <= PART:
-        return call(_sum_first_parts, tiling.first, segments, [sums])[0]
-    short, firsts = call(_sum_first_parts, tiling.first, segments, [sums, parts])
+        return call(_sum_first_parts, tiling.first, segments, results)
+    *short, firsts = call(_sum_first_parts, tiling.first, segments, [*results, parts])
     further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
-    in_place = {"firsts": firsts, "further": further, "owner": owner, "sums": short}
-    return call(_sum_long_segments, tiling.long, windows, [sums], **in_place)[0]
+    return call(_sum_long_segments, tiling.long, windows, short, firsts=firsts, further=further, owner=owner)
 
 
-def _sum_first_parts(refs: dict[str, Any], out: Any, firsts: Any = None, *, entries: int, cut: Cut) -> None:
+def _sum_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
     """Sums of short segments, and of the first parts of long ones, by the window in which they begin."""
     segment = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     column = _columns(cut.columns)
-    inside = segment < out.shape[0]
+    inside = segment < refs["starts"].shape[0] - 1
     segment = jnp.where(inside, segment, 0)
     begin, end = _bounds(refs["starts"], segment, entries)
     size = jnp.where(inside, end - begin, 0)
+    finish = epilogue(refs, outs, segment, inside & (size <= PART), column)
     total = _sum_parts(refs, begin, jnp.minimum(size, PART), column, cut.ahead)
-    if firsts is not None:
-        store_rows(firsts, size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
-    if "scale" in refs:
-        total *= triton.load(refs["scale"].at[segment]).astype(jnp.float32)[:, None]
-    store_rows(out, inside & (size <= PART), segment, column, total)
+    if entries > PART:
+        store_rows(outs[-1], size > PART, jax.lax.div(begin, jnp.int32(PART)), column, total)
+    finish(total)
 
 
-def _sum_groups(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
+def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
     """Sums of groups: short segments are added up here, and long ones are taken from `longs`."""
+    del epilogue  # the scale stands at the segments
     group = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
-    column, inside = _columns(cut.columns), group < out.shape[0]
+    width = refs["values"].shape[1]
+    column, inside = _columns(cut.columns), group < refs["groups"].shape[0] - 1
     group = jnp.where(inside, group, 0)
     first, end = _bounds(refs["groups"], group, refs["starts"].shape[0] - 1)
     count = jnp.where(inside, end - first, 0)
@@ -218,17 +270,19 @@ def _sum_groups(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> No
         if "longs" in refs:
             long = size > PART
             at = refs["longs"].at[jnp.where(long, jax.lax.div(begin, jnp.int32(PART)), 0)[:, None], column[None, :]]
-            mask = long[:, None] & (column < out.shape[1])[None, :]
+            mask = long[:, None] & (column < width)[None, :]
             part = jnp.where(long[:, None], triton.load(at, mask=mask, other=0.0), part)
         return total + scale[:, None] * part
 
     zeros = jnp.zeros((cut.rows, cut.columns), jnp.float32)
     total = jax.lax.fori_loop(np.int32(0), jnp.max(count), add, zeros)
-    store_rows(out, inside, group, column, total * late[:, None])
+    store_rows(outs[0], inside, group, column, total * late[:, None])
 
 
-def _sum_long_first_parts(refs: dict[str, Any], firsts: Any, *, entries: int, cut: Cut) -> None:
+def _sum_long_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
     """The sum of the first part of the long segment that begins in a window: it has the window's last entry."""
+    del epilogue  # these are not whole sums
+    (firsts,) = outs
     window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     column, inside = _columns(cut.columns), window < firsts.shape[0]
     window = jnp.where(inside, window, 0)
@@ -238,8 +292,10 @@ def _sum_long_first_parts(refs: dict[str, Any], firsts: Any, *, entries: int, cu
     store_rows(firsts, found, window, column, _sum_parts(refs, begin, size, column, cut.ahead))
 
 
-def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entries: int, cut: Cut) -> None:
+def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
     """The sum of the further part that begins in a window, and the long segment that has the window's first entry."""
+    del epilogue  # these are not whole sums
+    further, owner = outs
     window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     column, inside = _columns(cut.columns), window < further.shape[0]
     first = jnp.where(inside, window, 0) * PART
@@ -251,12 +307,10 @@ def _sum_further_parts(refs: dict[str, Any], further: Any, owner: Any, *, entrie
     store_rows(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
 
 
-def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut) -> None:
-    """The sum of each long segment whose entries begin a window here for the first time, one after the other.
-
-    With groups it goes to the window in which the segment begins.
-    """
-    (windows,), width, further = refs["owner"].shape, out.shape[1], refs["further"]
+def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
+    """The sum of each long segment whose entries begin a window here for the first time, one after the other."""
+    further = refs["further"]
+    windows, width = further.shape
     lane = jnp.arange(cut.rows, dtype=jnp.int32)
     window = pl.program_id(1) * cut.rows + lane
     inside = window < windows
@@ -271,6 +325,7 @@ def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut
             jnp.sum(jnp.where(found & (lane == i), x, 0), dtype=jnp.int32) for x in (segments, begins, ends)
         )
         first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts if none is found
+        finish = epilogue(refs, outs, segment[None], (parts > 0)[None], column)
 
         def load(ref: Any, part: Any) -> jax.Array:
             valid = part < parts
@@ -284,10 +339,7 @@ def _sum_long_segments(refs: dict[str, Any], out: Any, *, entries: int, cut: Cut
             return total
 
         total = jax.lax.fori_loop(0, _parts(jnp.maximum(parts - 1, 0), cut.ahead), add, load(refs["firsts"], 0))
-        if "scale" in refs and "groups" not in refs:
-            total *= refs["scale"][segment].astype(jnp.float32)
-        row = first if "groups" in refs else segment
-        triton.store(out.at[row, column], total.astype(out.dtype), mask=(parts > 0) & (column < width))
+        finish(total[None, :])
 
     jax.lax.fori_loop(0, jnp.max(jnp.where(found, lane + 1, 0)), add_up, None)
 
