@@ -2,8 +2,7 @@
 
     gradients = sparse_value_and_grad(loss)(table, ids, ...)  # SparseRows: only the rows that `ids` name
     gradients = sparse_all_reduce(gradients, ...)             # their sum over the ranks, inside jax.shard_map
-    updates, state = optimizer.update(gradients, state, table)  # optimizer = by_rows(optax.adam(1e-3)), say
-    table = apply_updates(table, updates)
+    table, state = optimizer.step(table, state, gradients)    # optimizer = by_rows(optax.adam(1e-3)), say
 
 Wherever one table [V, D] is expected there may be a pytree of tables. A table that exceeds a device is sharded over the
 ranks: `sparse_value_and_grad(loss, group=group)` looks its rows up at their owners, and its gradients need no sum.

@@ -1,5 +1,6 @@
 """Embedding tables trained with dense arithmetic: by optax, on the rows that a gradient names."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ from jax_ep import SparseRows, embedding
 V, D = 50, 6  # of every table
 
 
-def _dense_rowwise_adagrad() -> embedding.RowOptimizer:
+def _dense_rowwise_adagrad() -> SimpleNamespace:
     def update(gradient: Any, squares: Any, table: Any = None) -> tuple[Any, Any]:
         squares = squares + (gradient**2).sum(1, keepdims=True) / gradient.shape[1]
         return -0.1 * gradient / jnp.sqrt(squares + 1e-7), squares
 
-    return embedding.RowOptimizer(lambda table: jnp.full((len(table), 1), 0.1), update)
+    return SimpleNamespace(init=lambda table: jnp.full((len(table), 1), 0.1), update=update)
 
 
 DENSE: dict[str, Any] = {

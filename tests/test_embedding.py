@@ -172,13 +172,17 @@ def test_a_learning_rate_of_each_rank(check_vma: bool) -> None:
         np.testing.assert_allclose(run(jnp.arange(2.0)), [[0] * D, [-3] * D])
 
 
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_nothing_as_high_as_the_table_is_built(name: str) -> None:
+def test_nothing_as_high_as_the_table_is_built(name: str, at_once: bool) -> None:
     optimizer, table = OPTIMIZERS[name](), jax.ShapeDtypeStruct((100_000, 64), jnp.float32)
     ids, weights = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
 
     def step(table: jax.Array, state: Any, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        updates, state = optimizer.update(sparse_value_and_grad(loss)(table, ids, weights)[1], state, table)
+        gradient = sparse_value_and_grad(loss)(table, ids, weights)[1]
+        if at_once:
+            return optimizer.step(table, state, gradient)
+        updates, state = optimizer.update(gradient, state, table)
         return embedding.apply_updates(table, updates), state
 
     state = jax.eval_shape(optimizer.init, table)
@@ -358,6 +362,11 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
         (lambda: update(ROWS, TABLE), ValueError, "state must be that of init, PyTreeDef"),
         (lambda: update(ROWS, NARROW), ValueError, "state must have shape that of init = (50, 6), got (50, 5)"),
         (lambda: update(ROWS, STATE, TABLE[1:]), ValueError, f"table {OF_GRADIENT}, got"),
+    ],
+    "step": [
+        (lambda: ADAGRAD.step(TABLE, STATE, TABLE), TypeError, "gradient must be SparseRows, got float32[50,6]"),
+        (lambda: ADAGRAD.step(TABLE, TABLE, ROWS), ValueError, "state must be that of init, PyTreeDef"),
+        (lambda: ADAGRAD.step(TABLE[1:], STATE, ROWS), ValueError, f"table {OF_GRADIENT}, got"),
     ],
 }
 

@@ -232,6 +232,9 @@ OPS = {
     "apply_updates": lambda ids, rows: embedding.apply_updates(
         jnp.ones((99, 64)), SparseRows.from_entries(ids, rows, num_rows=99)
     ),
+    "step": lambda ids, rows: embedding.rowwise_adagrad(0.1).step(
+        jnp.ones((99, 64)), jnp.zeros((99, 1)), SparseRows.from_entries(ids, rows, num_rows=99)
+    ),
     "gathered rows": lambda ids, rows: jax.grad(
         lambda x: (ragged_dot(x, jnp.ones((2, 64, 16)), jnp.array([9, 20_000]), lhs_indices=ids) * rows[:, :16]).sum()
     )(rows[:99]),

@@ -1,6 +1,7 @@
 """Optimizers of tables with sparse gradients: they read and write the rows that a gradient names, and no others."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -11,14 +12,40 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_ep._kit import checks, vary
-from jax_ep._kit.linear import linear
+from jax_ep import pallas_kernels
+from jax_ep._kit import checks, gemm, vary
+from jax_ep._kit.batches import by_kernel_on_gpus
+from jax_ep._kit.linear import linear, without_gradient
+from jax_ep._kit.sums import sorted_with_order
 from jax_ep.ops.sparse.coalesce import with_different_ids
 from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
 
 T = TypeVar("T")  # a pytree
 _TRIAL_COUNTS = np.arange(1, 1025)  # of an optimizer's steps; at 0 some means begin
+_LOGGER = logging.getLogger("jax_ep")
+_NO_DERIVATIVE = "step: has no derivative; call update and apply_updates where one is needed"
 _BY_ITSELF = "by_rows: optimizer must treat every row by itself, as optax.adam does, got one"
+
+
+class _Layout(NamedTuple):
+    """Which leaves of a table's state have a row per row of the table. The others are scalars."""
+
+    structure: Any
+    has_rows: list[bool]
+
+    def split(self, state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The leaves with rows, and the scalars."""
+        leaves = list(zip(self.structure.flatten_up_to(state), self.has_rows, strict=True))
+        return [x for x, has_rows in leaves if has_rows], [x for x, has_rows in leaves if not has_rows]
+
+    def join(self, rows: Iterable[jax.Array], scalars: Iterable[jax.Array]) -> Any:
+        of_rows, others = iter(rows), iter(scalars)
+        return self.structure.unflatten(next(of_rows if has_rows else others) for has_rows in self.has_rows)
+
+
+class _Plain(NamedTuple):
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Any, Any]]
 
 
 class Transform(Protocol):
@@ -31,15 +58,20 @@ class Transform(Protocol):
 
 
 class RowOptimizer(NamedTuple):
-    """`state = init(table)`; `updates, state = update(gradient, state, table)`; states and updates are float32.
+    """`state = init(table)`; `table, state = step(table, state, gradient)`. States are float32.
 
-    `update` takes gradients with or without duplicates. It checks the ids, and calls `coalesce` unless they are sorted
-    and different, as `coalesce` and `sparse_all_reduce` return them. It needs the table if the optimizer does, for
-    example for weight decay.
+    `step` gives the numbers of `updates, state = update(gradient, state, table)` and of `apply_updates`, and has no
+    derivative. It writes in place if table and state are donated to the jitted program or carried by a loop; otherwise
+    each is copied once. On GPUs one kernel adds up the gradients of a row, computes the update and writes the row.
+
+    Gradients may have duplicates. `update` checks the ids, and calls `coalesce` unless they are sorted and different,
+    as `coalesce` and `sparse_all_reduce` return them. It needs the table if the optimizer does, for example for weight
+    decay. Updates are float32.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
+    step: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
 
 
 def by_rows(optimizer: Transform) -> RowOptimizer:
@@ -77,15 +109,21 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         check_once()
         return state
 
-    def step(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
-        rows = with_different_ids(rows)
+    def checked(op: str, rows: SparseRows, state: Any, table: Any) -> _Layout:
         shape = rows.num_rows, rows.values.shape[1]
         structure, types = _state_types(optimizer, *shape)
-        whole, found = jax.tree.flatten(state)
+        leaves, found = jax.tree.flatten(state)
         if found != structure:
-            raise ValueError(f"update: state must be that of init, {structure}, got {found}")
-        for x, (expected, _) in zip(whole, types, strict=True):
-            checks.check_array("update", "state", x, "that of init", shape=expected)
+            raise ValueError(f"{op}: state must be that of init, {structure}, got {found}")
+        for x, (expected, _) in zip(leaves, types, strict=True):
+            checks.check_array(op, "state", x, "that of init", shape=expected)
+        if table is not None:
+            checks.check_array(op, "table", table, "[V, D] of the gradient", shape=shape)
+        return _Layout(structure, [by_row for _, by_row in types])
+
+    def update_one(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
+        layout = checked("update", rows, state, table)
+        rows = with_different_ids(rows)
 
         def read(x: jax.Array) -> jax.Array:
             return x.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
@@ -93,19 +131,61 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         def written(x: jax.Array, y: jax.Array) -> jax.Array:
             return x.at[rows.indices].set(y.astype(x.dtype), mode="drop", indices_are_sorted=True)
 
-        if table is not None:
-            checks.check_array("update", "table", table, "[V, D] of the gradient", shape=shape)
-            table = read(table).astype(jnp.float32)
-        named = structure.unflatten(read(x) if by_row else x for x, (_, by_row) in zip(whole, types, strict=True))
-        updates, named = optimizer.update(rows.values, named, table)
-        moved = zip(whole, structure.flatten_up_to(named), types, strict=True)
-        state = structure.unflatten(written(x, y) if by_row else y.astype(x.dtype) for x, y, (_, by_row) in moved)
+        table = None if table is None else read(table).astype(jnp.float32)
+        whole, scalars = layout.split(state)
+        updates, new = optimizer.update(rows.values, layout.join(map(read, whole), scalars), table)
+        named, counted = layout.split(new)
+        state = layout.join(map(written, whole, named), map(_as_type, counted, scalars))
         return replace(rows, values=jnp.where(rows.present[:, None], updates.astype(jnp.float32), 0)), state
 
     def update(gradient: Tree, state: Tree, table: Tree = None) -> tuple[Tree, Tree]:
-        return _per_table(step, gradient, state, *([] if table is None else [table]))
+        return _per_table("update", update_one, gradient, state, *([] if table is None else [table]))
 
-    return RowOptimizer(init, update)
+    def step_one(rows: SparseRows, state: Any, table: jax.Array) -> tuple[jax.Array, Any]:
+        layout = checked("step", rows, state, table)
+
+        def by_xla(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, Any]:
+            updates, state = update_one(SparseRows.from_entries(ids, values, num_rows=rows.num_rows), state, table)
+            return apply_updates(table, updates), state
+
+        def of_row(operands: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
+            gradient, table, *states = operands
+            updates, new = optimizer.update(gradient, layout.join(states, scalars), table.astype(jnp.float32))
+            named, counted = layout.split(new)
+            return [table + updates.astype(jnp.float32).astype(table.dtype), *named], [*map(_as_type, counted, scalars)]
+
+        table, state, values = without_gradient(_NO_DERIVATIVE, (table, state, rows.values))
+        if not gemm.pallas_platforms():
+            return by_xla(table, state, rows.masked_indices, values)
+        try:
+            whole, scalars = layout.split(state)
+            gradient = jax.ShapeDtypeStruct(table.shape, np.float32)
+            function = pallas_kernels.trace_rows(of_row, table.shape[1], [gradient, table, *whole], scalars)
+        except NotImplementedError as reason:
+            _LOGGER.debug("step: XLA updates the rows of %s, as Pallas does not compile %s", table.shape, reason)
+            return by_xla(table, state, rows.masked_indices, values)
+
+        def one_by_one(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, _: Any) -> list[jax.Array]:
+            table, state = by_xla(table, state, ids, values)
+            return [table, *layout.split(state)[0]]
+
+        def at_once(
+            table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, scalars: Any, interpret: bool
+        ) -> list[jax.Array]:
+            ids, order = sorted_with_order(ids.astype(jnp.int32))
+            starts, different, _ = pallas_kernels.runs_of_sorted(ids, rows.num_rows, interpret=interpret)
+            arrays, of_row = [table, *layout.split(state)[0]], function._replace(scalars=scalars)
+            options: dict[str, Any] = {"order": order, "interpret": interpret}
+            return pallas_kernels.update_rows(of_row, arrays, different, values, starts, **options)
+
+        operands = table, state, rows.masked_indices, values, function.scalars
+        table, *whole = by_kernel_on_gpus(at_once, one_by_one)(*operands)
+        return table, layout.join(whole, function.results)
+
+    def step(table: Tree, state: Tree, gradient: Tree) -> tuple[Tree, Tree]:
+        return _per_table("step", step_one, gradient, state, table)
+
+    return RowOptimizer(init, update, step)
 
 
 def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, eps: float = 1e-7) -> RowOptimizer:
@@ -128,7 +208,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
         scale = jnp.where(squares > 0, jax.lax.rsqrt(squares + eps), 0)
         return -learning_rate * scale * gradient, squares
 
-    return by_rows(RowOptimizer(init, update))
+    return by_rows(_Plain(init, update))
 
 
 def apply_updates(table: T, updates: Tree) -> T:
@@ -244,16 +324,20 @@ def _concrete(function: Callable[..., T], *operands: jax.Array) -> Callable[...,
     return jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, values)))
 
 
-def _per_table(step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
+def _as_type(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.astype(like.dtype)
+
+
+def _per_table(op: str, step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
     """`step(rows, *others)` of every table: a tree of each of its results."""
     leaves, structure = jax.tree.flatten(gradient, is_leaf=is_sparse_rows)
     if not leaves:
-        raise TypeError(f"update: gradient must hold SparseRows, got {checks.describe(gradient)}")
+        raise TypeError(f"{op}: gradient must hold SparseRows, got {checks.describe(gradient)}")
     for rows in leaves:
-        check_sparse_rows("update", "gradient", rows)
+        check_sparse_rows(op, "gradient", rows)
     try:
         flat = [structure.flatten_up_to(other) for other in others]
     except ValueError as error:
-        raise ValueError(f"update: state and table must have the structure of gradient: {error}") from None
+        raise ValueError(f"{op}: state and table must have the structure of gradient: {error}") from None
     results = [step(*one) for one in zip(leaves, *flat, strict=True)]
     return tuple(structure.unflatten(one) for one in zip(*results, strict=True))

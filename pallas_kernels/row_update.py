@@ -1,0 +1,108 @@
+"""Updates of a table's rows by sums of gradients, in place, for GPUs that Triton compiles for.
+
+As the fused backward pass of FBGEMM (Khudia et al., 2021): the program that has added up the gradients of a row reads
+the row and its states, computes the new ones, and writes them. The order of additions is that of `sums`, and a row of
+many entries is added up by many programs, as there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import triton
+
+from jax_ep.pallas_kernels.row_function import RowFunction
+from jax_ep.pallas_kernels.sums import Cut, SumTiling, fold_segments, sum_tiling
+from jax_ep.pallas_kernels.varying import vary_alike
+
+MOST_COLUMNS = 8192
+
+
+def update_tiling(columns: int) -> SumTiling:
+    """As `sum_tiling`, but a program has whole rows."""
+    wide = 1 << max(columns - 1, 0).bit_length()
+    first = Cut(max(1, 1024 // wide), wide, 2, min(32, max(4, wide // 256)))
+    long = Cut(8, wide, max(1, min(64, 4096 // wide)), min(32, max(1, wide // 256)))
+    return SumTiling(first, sum_tiling(columns, np.float32).further, long)
+
+
+def update_rows(
+    function: RowFunction,
+    arrays: Sequence[jax.Array],
+    ids: jax.Array,
+    values: jax.Array,
+    starts: jax.Array,
+    *,
+    order: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    tiling: SumTiling | None = None,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """`arrays` with new rows ids[s] for every segment s; other rows keep their bits.
+
+    Each array is written in place if it is donated, and copied once otherwise.
+
+    Args:
+      function: as `trace_rows` gives it, of the sum of a segment's values [D] float32 and of the row of each array. It
+        returns the new row of each array.
+      arrays: [V, D], [V, 1] or [V].
+      ids: [S] int32 or int64, all different; those outside [0, V) update nothing.
+      values, starts, order, weights: the terms of the sums, as for `sum_segments`; D is at most 8,192.
+      tiling: default: `update_tiling`.
+      interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
+
+    Raises:
+      ValueError: an argument has the wrong shape.
+    """
+    height, width = arrays[0].shape[0], values.shape[1]
+    if ids.shape != (starts.shape[0] - 1,):
+        raise ValueError(f"update_rows: ids must have shape [S] = ({starts.shape[0] - 1},), got {ids.shape}")
+    for x in arrays:
+        if x.shape not in ((height, width), (height, 1), (height,)):
+            raise ValueError(f"update_rows: arrays must be [V, {width}], [V, 1] or [V] alike, got {x.shape}")
+    if width > MOST_COLUMNS:
+        raise ValueError(f"update_rows: values must have at most {MOST_COLUMNS} columns, got {width}")
+    entries = values.shape[0] if order is None else order.shape[0]
+    given = {"values": values, "starts": starts, "ids": ids, "order": order, "weights": weights}
+    given = {name: x for name, x in given.items() if x is not None}
+    scalars = [jnp.asarray(x, np.int32 if x.dtype == np.bool_ else x.dtype)[None] for x in function.scalars]
+    alike = vary_alike(*given.values(), *scalars, *arrays)
+    arrays = alike[len(given) + len(scalars) :]
+    if not (entries and ids.size and values.size):
+        return list(arrays)
+    names = [f"scalar {i}" for i in range(len(scalars))]
+    given = dict(zip([*given, *names], alike, strict=False))
+
+    def epilogue(refs: dict[str, Any], outs: Any, segment: Any, mask: jax.Array, column: jax.Array) -> Any:
+        outs = outs[: len(arrays)]
+        row = triton.load(refs["ids"].at[segment], mask=mask, other=-1)
+        mask &= (row >= 0) & (row < height)
+        row = jnp.where(mask, row, 0).astype(jnp.int32)
+        there = jnp.where(mask, row, height)  # what is masked is written back in interpret mode
+        real = column < width
+
+        def place(ref: Any, row: jax.Array) -> tuple[Any, jax.Array]:
+            if len(ref.shape) == 1:
+                return ref.at[row], mask
+            if ref.shape[1] == width:
+                return ref.at[row[:, None], column[None, :]], mask[:, None] & real[None, :]
+            return ref.at[row[:, None], jnp.zeros((1, 1), jnp.int32)], mask[:, None]
+
+        def load(ref: Any) -> jax.Array:
+            at, mask = place(ref, row)
+            return triton.load(at, mask=mask, other=0)
+
+        rows = [load(ref) for ref in outs]
+        values = [refs[name][0] for name in names]
+        values = [x != 0 if own.dtype == np.bool_ else x for x, own in zip(values, function.scalars, strict=True)]
+
+        def finish(total: jax.Array) -> None:
+            for ref, x in zip(outs, function.on_block([total, *rows], values, real), strict=True):
+                at, mask = place(ref, there)
+                triton.store(at, x.astype(ref.dtype), mask=mask)
+
+        return finish
+
+    return list(fold_segments(given, entries, arrays, epilogue, tiling or update_tiling(width), interpret))

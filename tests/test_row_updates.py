@@ -1,0 +1,232 @@
+"""`RowOptimizer.step`, on a CPU also as GPUs compute it: sums, update and write in one kernel."""
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from embedding_oracle import OPTIMIZERS, D, DenseTraining, V, dense_gradient
+from helpers import bits, wide
+from jax.sharding import PartitionSpec as P
+from test_embedding import at_step, draw_gradients
+from test_pallas_kernels import H200, INTERPRET
+from test_sums import LENGTHS, assert_bits, in_parts, starts_of
+
+from jax_ep import SparseRows, embedding
+from jax_ep._kit import gemm
+from jax_ep.pallas_kernels import trace_rows, update_rows
+
+STEPS = 3
+NAMES = ("sgd", "momentum", "adamw", "adagrad", "lion", "inject_hyperparams", "rowwise_adagrad")
+
+
+@pytest.fixture(params=["as is", "by kernels"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether kernels update the rows. Also the way of GPUs, on a CPU."""
+    if request.param == "by kernels" and INTERPRET:
+        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
+    return bool(gemm.pallas_platforms())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
+def test_rows_and_states_of_every_shape(dtype: Any, rng: np.random.Generator) -> None:
+    """Bit by bit. Long segments, gathered and weighted values, ids outside; all other rows keep their bits."""
+    starts, entries, height = starts_of(LENGTHS), sum(LENGTHS), 40
+    values = rng.integers(-9, 9, (entries, D)).astype(np.float32)
+    order, weights = rng.integers(0, entries, entries), 2.0 ** rng.integers(-2, 3, entries).astype(np.float32)
+    ids = rng.permutation(height)[: len(LENGTHS)]
+    ids[[0, 4]] = -1, 2**32 + 1  # would be row 1 in 32 bits
+    arrays = [
+        rng.integers(-9, 9, (height, *sides)).astype(kind)
+        for sides, kind in (((D,), dtype), ((D,), np.float32), ((1,), np.float32), ((), np.float32))
+    ]
+
+    def function(rows: list[jax.Array], scalars: list[jax.Array]) -> Any:
+        total, table, kept, one, flat = rows
+        mean = jnp.sum(total, axis=1, keepdims=True) / 4
+        added = jnp.where(scalars[1], one + mean, 0)
+        return [table + total.astype(dtype), kept + added, one + mean, flat + 2 * mean[:, 0]], [scalars[0] + 1]
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+
+        @jax.jit
+        def run(arrays: list[jax.Array], ids: jax.Array, order: jax.Array) -> Any:
+            like = [jax.ShapeDtypeStruct((height, D), np.float32), *arrays]
+            traced = trace_rows(function, D, like, [jnp.int32(3), ids[0] < 0])
+            options: dict[str, Any] = {"order": order, "weights": weights, "interpret": INTERPRET}
+            return update_rows(traced, arrays, ids, jnp.asarray(values), jnp.asarray(starts), **options), traced.results
+
+        assert ids.dtype == order.dtype == np.int64
+        found, (count,) = run([jnp.asarray(x) for x in arrays], ids, order)
+    assert count == 4
+    wanted = [x.copy() for x in arrays]
+    products = values[order] * weights[:, None]
+    for row, begin, end in zip(ids, starts[:-1], starts[1:], strict=True):
+        if 0 <= row < height:
+            total = in_parts(products[begin:end])
+            mean = total.sum() / np.float32(4)
+            wanted[0][row] += total.astype(dtype)
+            wanted[1][row] += arrays[2][row] + mean
+            wanted[2][row] += mean
+            wanted[3][row] += 2 * mean
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_bits(actual, expected)
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize(
+    "name", ["sgd", "momentum", "adamw", "adagrad", "lion", "inject_hyperparams", "rowwise_adagrad"]
+)
+def test_steps(name: str, donated: bool, kernels: bool, rng: np.random.Generator) -> None:
+    """Against dense training, and `update` with `apply_updates`. Rows that no gradient names keep their bits."""
+    optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D), np.float32))
+    gradients, oracle = draw_gradients(rng, STEPS, 30), DenseTraining(name, table)
+
+    def by_updates(table: jax.Array, state: Any, gradient: SparseRows) -> Any:
+        updates, state = optimizer.update(gradient, state, table)
+        return embedding.apply_updates(table, updates), state
+
+    step = jax.jit(lambda *x: optimizer.step(*x), donate_argnums=(0, 1) if name in NAMES[::2] else ())
+    before, untouched = helpers.fetch((table, optimizer.init(table))), np.ones(V, bool)
+    assert ("pallas_call" in str(jax.make_jaxpr(step)(table, optimizer.init(table), at_step(gradients, 0)))) is kernels
+    here = there = jax.tree.map(jnp.asarray, before)
+    for i in range(STEPS):
+        there = jax.jit(by_updates)(*jax.tree.map(jnp.copy, there), at_step(gradients, i))
+        here = step(*here, at_step(gradients, i))
+        gradient, touched = dense_gradient(gradients, i)
+        oracle.update(gradient, touched)
+        untouched &= ~touched
+    assert 0 < untouched.sum() < V
+    everywhere = zip(*map(jax.tree.leaves, (here, there, oracle.leaves, before)), strict=True)
+    for actual, other, dense, first in everywhere:
+        np.testing.assert_allclose(actual, other, rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(actual, dense, rtol=2e-5, atol=2e-6)
+        if actual.ndim:
+            assert bits(actual[untouched]) == bits(first[untouched])
+
+
+@pytest.mark.parametrize("kernels", ["by kernels"], indirect=True)
+def test_many_entries_wide_ids_and_traced_rates(kernels: bool, rng: np.random.Generator) -> None:
+    """A row of 70 entries; a table of bfloat16, int64 ids and a float64 rate; a batch, one after the other."""
+    ids = rng.integers(-2, V + 2, 100)
+    ids[:70] = 7
+    values, table = rng.standard_normal((2, 100, D)).astype(np.float32), rng.standard_normal((V, D)).astype(np.float32)
+
+    @jax.jit
+    def train(table: jax.Array, ids: jax.Array, values: jax.Array, rate: jax.Array) -> Any:
+        def of_one(values: jax.Array) -> Any:
+            optimizer = OPTIMIZERS["adamw"](rate)
+            gradient = SparseRows.from_entries(ids, values, num_rows=V)
+            return optimizer.step(table, optimizer.init(table), gradient)
+
+        return jax.vmap(of_one)(values)
+
+    with jax.enable_x64(True):
+        table = jnp.asarray(table, jnp.bfloat16)
+        assert ids.dtype == np.int64
+        found, state = helpers.fetch(train(table, ids, values, np.float64(0.1)))
+    assert found.dtype == jnp.bfloat16
+    for i in range(2):
+        oracle = DenseTraining("adamw", table)
+        gradient = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values[i]), num_rows=V)
+        oracle.update(*dense_gradient(jax.tree.map(lambda x: x[None], gradient), 0))
+        np.testing.assert_allclose(wide(found[i]), oracle.table, rtol=2.0**-7, atol=2.0**-7)
+        for actual, expected in zip(jax.tree.leaves(state), oracle.leaves[1:], strict=True):
+            np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-6)
+
+
+def signs_of_largest(rate: float) -> Any:
+    """Of the largest value of each row, by a sort: Pallas has none."""
+
+    def update(gradient: jax.Array, state: Any, table: Any = None) -> Any:
+        return -rate * jnp.sign(gradient) * (gradient >= jnp.sort(gradient, axis=1)[:, -1:]), state
+
+    return SimpleNamespace(init=lambda table: (), update=update)
+
+
+@pytest.mark.parametrize("kernels", ["by kernels"], indirect=True)
+def test_what_pallas_does_not_compile_runs_by_xla(
+    kernels: bool, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, ids = embedding.by_rows(signs_of_largest(0.5)), np.array([3, 9, 3, V], np.int32)
+    values = rng.standard_normal((4, D)).astype(np.float32)
+    gradient = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=V)
+    with caplog.at_level(logging.DEBUG, "jax_ep"):
+        found, _ = optimizer.step(jnp.zeros((V, D)), (), gradient)
+    assert [record.message for record in caplog.records if record.message.startswith("step: ")] == [
+        f"step: XLA updates the rows of {(V, D)}, as Pallas does not compile sort"
+    ]
+    wanted = np.zeros((V, D))
+    for row, total in ((3, values[0] + values[2]), (9, values[1])):
+        wanted[row, total.argmax()] = -0.5 * np.sign(total.max())
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_step_has_no_derivative(kernels: bool) -> None:
+    optimizer, table = embedding.by_rows(optax.sgd(0.1)), jnp.zeros((V, D))
+    gradient = SparseRows.from_entries(jnp.zeros(3, jnp.int32), jnp.ones((3, D)), num_rows=V)
+    with pytest.raises(TypeError, match=r"^step: has no derivative; call update and apply_updates"):
+        jax.grad(lambda table: optimizer.step(table, optimizer.init(table), gradient)[0].sum())(table)
+
+
+def test_no_entries(kernels: bool) -> None:
+    optimizer, table = embedding.rowwise_adagrad(0.1), jnp.ones((V, D))
+    nothing = SparseRows.from_entries(jnp.zeros(0, jnp.int32), jnp.zeros((0, D)), num_rows=V)
+    before = table, optimizer.init(table)
+    assert bits(jax.jit(lambda *x: optimizer.step(*x))(*before, nothing)) == bits(before)
+
+
+@pytest.mark.parametrize("width", [64, 100])
+@pytest.mark.parametrize("name", ["adamw", "rowwise_adagrad"])
+def test_steps_lower_for_gpus_inside_shard_map(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table and states are written in place; scalars of the state vary over no axis."""
+    monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda", "rocm"))
+    optimizer, height, ranks = OPTIMIZERS[name](), 1000, H200.size
+
+    def step(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array) -> Any:
+        return optimizer.step(table, state, SparseRows.from_entries(ids, values, num_rows=height))
+
+    table = jax.ShapeDtypeStruct((ranks * height, width), jnp.bfloat16)
+    state = jax.eval_shape(optimizer.init, table)
+    specs = jax.tree.map(lambda x: P("ep") if x.ndim else P(), state)
+    entries = jax.ShapeDtypeStruct((4096,), jnp.int32), jax.ShapeDtypeStruct((4096, width), jnp.float32)
+    in_specs = P("ep"), specs, P("ep"), P("ep")
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.shard_map(step, mesh=H200, in_specs=in_specs, out_specs=in_specs[:2])
+        text = (
+            jax.jit(mapped, donate_argnums=(0, 1))
+            .trace(table, state, *entries)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+    arrays = 1 + sum(x.ndim > 0 for x in jax.tree.leaves(state))
+    assert text.count("xla.gpu.triton") == 5
+    assert text.count("output_operand_alias<") == 2 * arrays
+
+
+@pytest.mark.skipif(not gemm.pallas_platforms() or INTERPRET, reason="kernels update rows on GPUs alone")
+def test_tables_of_more_than_2_31_values() -> None:
+    """The last rows, by Zipf's ids."""
+    height, entries = 2**31 // 64 + 1000, 20_009
+    optimizer = embedding.rowwise_adagrad(0.1)
+    ids = height - np.random.default_rng(0).zipf(1.5, entries).clip(1, 900)
+    values = jax.random.normal(jax.random.key(0), (entries, 64))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(table: jax.Array, state: jax.Array) -> Any:
+        rows = SparseRows.from_entries(jnp.asarray(ids, jnp.int32), values, num_rows=height)
+        return optimizer.step(table, state, rows)
+
+    table, state = step(jnp.zeros((height, 64), jnp.bfloat16), jnp.full((height, 1), 0.1))
+    assert not table[:-1000].any()
+    gradient = np.zeros((1000, 64))
+    np.add.at(gradient, ids - height + 1000, np.asarray(values, np.float64))
+    squares = 0.1 + (gradient**2).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(state[-1000:], squares, rtol=1e-4)
+    np.testing.assert_allclose(wide(table[-1000:]), -0.1 * gradient / np.sqrt(squares), rtol=2.0**-6, atol=1e-4)
