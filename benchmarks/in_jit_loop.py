@@ -123,6 +123,17 @@ class Program:
         return self.compiled(*self.arguments)
 
 
+@dataclasses.dataclass(frozen=True)
+class DonatingProgram(Program):
+    """Donates what it holds, as the last argument; returns what it holds from then on, and a value to wait for."""
+
+    held: list[Any]
+
+    def __call__(self) -> Any:
+        self.held[0], seen = self.compiled(*self.arguments, self.held[0])
+        return seen
+
+
 def compile_loops(loops: Mapping[Name, Loop], mesh: Mesh) -> dict[Name, Program]:
     compiled = compile_all([loop.lower(mesh) for loop in loops.values()])
     return {

@@ -37,6 +37,7 @@ _BENCHES = {
     "sparse": "sparse_all_reduce",
     "sums": "sums of rows by id, on one device",
     "routers": "softmax_top_k and sigmoid_top_k, on one device",
+    "embedding": "training steps of an embedding table, on one device",
     "matmul": "dense and grouped matrix products",
     "collective_matmul": "products overlapped with a collective",
     "nodes": "dispatch and combine over several nodes",

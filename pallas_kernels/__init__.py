@@ -20,6 +20,6 @@ from jax_ep.pallas_kernels.router import (
     route as route,
 )
 from jax_ep.pallas_kernels.row_function import RowFunction as RowFunction, trace_rows as trace_rows
-from jax_ep.pallas_kernels.row_update import MOST_COLUMNS as MOST_COLUMNS, update_rows as update_rows
+from jax_ep.pallas_kernels.row_update import update_rows as update_rows
 from jax_ep.pallas_kernels.runs import runs_of_sorted as runs_of_sorted
 from jax_ep.pallas_kernels.sums import Cut as Cut, SumTiling as SumTiling, sum_segments as sum_segments

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
+_MOST_COLUMNS = 8192  # that a program holds of each array
 _ROW_DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64, np.int32, np.int64, np.bool_)
 _ELEMENTWISE = {  # what Pallas' Triton backend lowers for float32
     *("abs", "add", "and", "atan2", "cbrt", "ceil", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "expm1"),
@@ -88,6 +89,8 @@ def trace_rows(function: Callable[..., Any], width: int, rows: Sequence[Any], sc
     Raises:
       NotImplementedError: a kernel cannot compute this. The message says what.
     """
+    if width > _MOST_COLUMNS:
+        raise NotImplementedError(f"rows of {width} columns")
     height = width + 1  # so an axis of this size is one of rows
     types = []
     for x in rows:

@@ -17,8 +17,6 @@ from jax_ep.pallas_kernels.row_function import RowFunction
 from jax_ep.pallas_kernels.sums import Cut, SumTiling, fold_segments, sum_tiling
 from jax_ep.pallas_kernels.varying import vary_alike
 
-MOST_COLUMNS = 8192
-
 
 def update_tiling(columns: int) -> SumTiling:
     """As `sum_tiling`, but a program has whole rows."""
@@ -49,7 +47,7 @@ def update_rows(
         returns the new row of each array.
       arrays: [V, D], [V, 1] or [V].
       ids: [S] int32 or int64, all different; those outside [0, V) update nothing.
-      values, starts, order, weights: the terms of the sums, as for `sum_segments`; D is at most 8,192.
+      values, starts, order, weights: the terms of the sums, as for `sum_segments`.
       tiling: default: `update_tiling`.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
@@ -62,8 +60,6 @@ def update_rows(
     for x in arrays:
         if x.shape not in ((height, width), (height, 1), (height,)):
             raise ValueError(f"update_rows: arrays must be [V, {width}], [V, 1] or [V] alike, got {x.shape}")
-    if width > MOST_COLUMNS:
-        raise ValueError(f"update_rows: values must have at most {MOST_COLUMNS} columns, got {width}")
     entries = values.shape[0] if order is None else order.shape[0]
     given = {"values": values, "starts": starts, "ids": ids, "order": order, "weights": weights}
     given = {name: x for name, x in given.items() if x is not None}

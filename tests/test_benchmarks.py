@@ -50,6 +50,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("model", {"gradient, ms", "tokens/s a GPU", "TF/s a GPU"}),
         ("routers", {"router", "of XLA"}),
         ("sparse --shapes zeros", {"ids", "formulation", "GB/s"}),
+        ("embedding", {"embedding step", "step, us", "of update, apply_updates"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
     ],
 )
