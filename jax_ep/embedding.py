@@ -16,8 +16,8 @@ from jax_ep.ops.sparse.arithmetic import (
     global_norm as global_norm,
     scale as scale,
 )
+from jax_ep.ops.sparse.bags import bag as bag
 from jax_ep.ops.sparse.embedding import (
-    bag as bag,
     lookup as lookup,
     sharded_lookup as sharded_lookup,
     sparse_value_and_grad as sparse_value_and_grad,

@@ -141,6 +141,31 @@ def test_many_entries_wide_ids_and_traced_rates(kernels: bool, rng: np.random.Ge
             np.testing.assert_allclose(actual[i], expected, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kernels", ["by kernels"], indirect=True)
+def test_bags_share_their_cotangent(kernels: bool, weighted: bool, rng: np.random.Generator) -> None:
+    """No row per entry is computed: the program has no array [N, D]. A bag may leave out ids that the lookup reads."""
+    table, ids = rng.standard_normal((V, D)).astype(np.float32), rng.integers(-1, V + 2, (7, 4))
+    weights = 2.0 ** rng.integers(-2, 3, ids.shape).astype(np.float32)
+    counted = np.where(rng.random(ids.shape) < 0.8, ids, -1)
+    cotangent = rng.integers(-9, 9, (7, D)).astype(np.float32)
+    optimizer = embedding.by_rows(optax.sgd(0.5))
+
+    @jax.jit
+    def step(table: jax.Array, ids: jax.Array, counted: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+        def loss(rows: jax.Array) -> jax.Array:
+            return jnp.vdot(embedding.bag(rows, counted, weights if weighted else None), cotangent)
+
+        return optimizer.step(table, optimizer.init(table), embedding.sparse_value_and_grad(loss)(table, ids)[1])[0]
+
+    operands = [jnp.asarray(x) for x in (table, ids, counted, weights, cotangent)]
+    gradient = np.zeros((V + 2, D), np.float32)
+    np.add.at(gradient, ids, ((counted >= 0) * (weights if weighted else 1))[..., None] * cotangent[:, None])
+    found = step(*operands)
+    np.testing.assert_array_equal(found, table - 0.5 * gradient[:V])
+    assert f"f32[28,{D}]" not in str(step.lower(*operands).compile().as_text())
+
+
 def signs_of_largest(rate: float) -> Any:
     """Of the largest value of each row, by a sort: Pallas has none."""
 

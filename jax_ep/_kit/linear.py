@@ -6,7 +6,7 @@ transpose alone.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -48,6 +48,7 @@ def linear(
         cotangents = transpose(res_tree.unflatten(flat[: len(res)]), out_tree.unflatten(flat[len(res) :]))
         return jax.tree.leaves(cotangents)
 
+    update_wrapper(flat_transpose, transpose, (), ())  # whoever reads a jaxpr finds `transpose` as its `__wrapped__`
     leaves = _bind(flat_forward, flat_transpose, len(res), (*res, *linear_in))
     return out_tree.unflatten(leaves)
 

@@ -4,23 +4,23 @@ A lookup in a table that is sharded over the ranks is a `dispatch` of ids to the
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
-from jax_ep._kit.sums import sum_by_ids
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.sparse.bags import with_shared_rows
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 
 T = TypeVar("T")  # a pytree
 Value = TypeVar("Value", covariant=True)  # what a loss returns
 Gradient = TypeVar("Gradient", covariant=True)
-Combiner = Literal["sum", "mean", "sqrtn"]
 WithFurther: TypeAlias = tuple[SparseRows, *tuple[Any, ...]]  # the gradients of a table and of `argnums`
 _HALF = 1 << 16  # an id travels as two halves of 16 bits, which float32 holds exactly
 
@@ -224,10 +224,17 @@ def sparse_value_and_grad(
 
         rows = [_read(one, entries.indices) for one, entries in zip(tables, named, strict=True)]
         differentiated = jax.value_and_grad(of_rows, argnums=(0, *further), has_aux=has_aux)
-        value, (by_row, *others) = differentiated(rows, *args)
+
+        def of_tables(rows: list[jax.Array]) -> Any:
+            value, (by_row, *others) = differentiated(rows, *args)
+            return by_row, (value, others)
+
+        traced = group is None and not has_aux and all(isinstance(x, Tracer) for x in rows)
+        run = with_shared_rows(of_tables) if traced else lambda rows: (*of_tables(rows), [None] * len(rows))
+        by_row, (value, others), shared = run(rows)
         gradient = structure.unflatten(
-            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped)
-            for one, entries, values in zip(tables, named, by_row, strict=True)
+            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped).sharing(of_bags)
+            for one, entries, values, of_bags in zip(tables, named, by_row, shared, strict=True)
         )
         return value, (gradient, *others) if further else gradient
 
@@ -260,60 +267,3 @@ def stacked_ids(ids: T, num_rows: Tree) -> T:
         stacked.append(jax.tree.map(lambda x, n=height, i=begin: jnp.where((x >= 0) & (x < n), x + i, -1), its_ids))
         below += height
     return structure.unflatten(stacked)
-
-
-def bag(
-    rows: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array | None = None,
-    *,
-    combiner: Combiner = "sum",
-    bag_of: jax.Array | None = None,
-    num_bags: int | None = None,
-) -> jax.Array:
-    """One row per bag of ids: the sum of the rows that `lookup` found. Differentiable in `rows` and `weights`.
-
-    Args:
-      rows: [..., L, D], the rows of `ids`.
-      ids: [..., L] ints, a bag of at most L ids each; negative ids are padding. Or [N], with `bag_of`.
-      weights: [..., L] floats, or None for 1.
-      combiner: "sum", of weight times row; "mean", the sum divided by the sum of weights; "sqrtn", divided by the root
-        of the sum of squared weights (as in `tf.nn.embedding_lookup_sparse`). An empty bag is zero.
-      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. What is outside [0, num_bags) belongs
-        to no bag, as padding does.
-      num_bags: M; only with `bag_of`.
-
-    Returns:
-      [..., D], or [M, D], in the dtype of `rows`; added up in float32.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong; raised when the function is traced.
-    """
-    op = "bag"
-    checks.check_array(op, "ids", ids, dtype=np.integer)
-    checks.check_array(op, "rows", rows, dtype=np.floating)
-    layout = "[..., L, D] for ids [..., L]"
-    checks.check_array(op, "rows", rows, layout, shape=(*ids.shape, *rows.shape[-1:]))
-    checks.check_one_of(op, "combiner", combiner, Combiner)
-    if weights is not None:
-        checks.check_array(op, "weights", weights, "that of ids", shape=ids.shape)
-    if (bag_of is None) != (num_bags is None):
-        raise ValueError(f"{op}: num_bags must be given with bag_of and not without it, got {num_bags}")
-    if bag_of is not None:
-        checks.check_array(op, "ids", ids, "[N] with bag_of")
-        checks.check_array(op, "bag_of", bag_of, "that of ids", np.integer, shape=ids.shape)
-        checks.check_int(op, "num_bags", cast(int, num_bags), least=0, below_32_bits=True)
-
-    def total(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:  # [..., L, W] -> [..., W]
-        if bag_of is None or num_bags is None:
-            return (x if weight is None else weight[..., None] * x.astype(jnp.float32)).sum(axis=-2)
-        wide = bag_of if bag_of.dtype.itemsize >= 4 else bag_of.astype(jnp.int32)  # has room for num_bags
-        return sum_by_ids(x, jnp.where(ids >= 0, wide, num_bags), num_bags, jnp.float32, weight)
-
-    weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)
-    summed = total(rows, weight if weights is not None or bag_of is None else None)
-    if combiner != "sum":
-        divisor = total((weight if combiner == "mean" else weight**2)[..., None])
-        divisor = jnp.where(divisor != 0, divisor, 1)
-        summed /= divisor if combiner == "mean" else jnp.sqrt(divisor)
-    return summed.astype(rows.dtype)

@@ -154,7 +154,8 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             named, counted = layout.split(new)
             return [table + updates.astype(jnp.float32).astype(table.dtype), *named], [*map(_as_type, counted, scalars)]
 
-        table, state, values = without_gradient(_NO_DERIVATIVE, (table, state, rows.values))
+        operands = table, state, rows.values, rows.shared
+        table, state, values, shared = without_gradient(_NO_DERIVATIVE, operands)
         if not gemm.pallas_platforms():
             return by_xla(table, state, rows.masked_indices, values)
         try:
@@ -165,20 +166,23 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             _LOGGER.debug("step: XLA updates the rows of %s, as Pallas does not compile %s", table.shape, reason)
             return by_xla(table, state, rows.masked_indices, values)
 
-        def one_by_one(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, _: Any) -> list[jax.Array]:
+        def one_by_one(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, *_: Any) -> list[jax.Array]:
             table, state = by_xla(table, state, ids, values)
             return [table, *layout.split(state)[0]]
 
         def at_once(
-            table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, scalars: Any, interpret: bool
+            table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, shared: Any, scalars: Any, interpret: bool
         ) -> list[jax.Array]:
             ids, order = sorted_with_order(ids.astype(jnp.int32))
             starts, different, _ = pallas_kernels.runs_of_sorted(ids, rows.num_rows, interpret=interpret)
-            arrays, of_row = [table, *layout.split(state)[0]], function._replace(scalars=scalars)
             options: dict[str, Any] = {"order": order, "interpret": interpret}
+            if shared is not None:
+                values = shared.rows
+                options |= {"order": shared.place[order], "weights": shared.weights[order]}
+            arrays, of_row = [table, *layout.split(state)[0]], function._replace(scalars=scalars)
             return pallas_kernels.update_rows(of_row, arrays, different, values, starts, **options)
 
-        operands = table, state, rows.masked_indices, values, function.scalars
+        operands = table, state, rows.masked_indices, values, shared, function.scalars
         table, *whole = by_kernel_on_gpus(at_once, one_by_one)(*operands)
         return table, layout.join(whole, function.results)
 

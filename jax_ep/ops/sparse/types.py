@@ -1,7 +1,7 @@
 """Sparse rows of a large table, and the union of the rows of all ranks."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,14 @@ def _zero() -> jax.Array:
 def _guard() -> jax.Array:
     """Of a type that orbax and `jax.export` can write."""
     return jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
+
+
+class Shared(NamedTuple):
+    """Values [N, D] of a gradient as weights[j] * rows[place[j]]."""
+
+    rows: jax.Array  # [M, D] float32
+    place: jax.Array  # [N] int32
+    weights: jax.Array  # [N] float32
 
 
 @jax.tree_util.register_dataclass
@@ -57,6 +65,13 @@ class SparseRows:
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
     guard: jax.Array = dataclasses.field(default_factory=_guard)
+    shared: ClassVar[Shared | None] = None  # of this very object: copies have none
+
+    def sharing(self, shared: Shared | None) -> "SparseRows":
+        """A copy of which `shared` is known."""
+        copy = dataclasses.replace(self)
+        object.__setattr__(copy, "shared", shared)
+        return copy
 
     def __repr__(self) -> str:
         fields = {name: getattr(self, name) for name in ("indices", "values", "count", "num_rows")}
