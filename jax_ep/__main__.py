@@ -74,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
     _ask_for_cpu_devices()
     if options.command == "info":
         return info()
-    _avoid_unbuilt_gpus()
     try:
         if options.command in _DEMOS:
             return load("examples", _DEMOS[options.command][0]).main(rest)
@@ -99,7 +98,10 @@ def info() -> int:
         print(f"  {name}: {'built' if ffi.is_built(name) else 'not built'}")
     print("devices")
     for device in devices:
-        print(f"  {device.id}: {device.device_kind} ({ffi.library_name(device)}), process {device.process_index}")
+        missing = ffi.without_kernels(device)
+        ops = "kernels" if missing is None else f"XLA and Pallas, as {missing[0]}"
+        where = f"({ffi.library_name(device)}), process {device.process_index}"
+        print(f"  {device.id}: {device.device_kind} {where}; ops: {ops}")
     print("links")
     print(_links(ffi.library_name(devices[0])))
     return 0
@@ -119,12 +121,6 @@ def _ask_for_cpu_devices() -> None:
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not is_set and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
-
-
-def _avoid_unbuilt_gpus() -> None:
-    """Runs on the CPU where no GPU library was built, unless the user named a platform (JAX_PLATFORMS)."""
-    if not jax.config.values["jax_platforms"] and not ffi.is_built("cuda") and not ffi.is_built("hip"):
-        jax.config.update("jax_platforms", "cpu")
 
 
 def load(package: str, module: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """How the ranks of a group exchange: by kernels, or by XLA's collectives; between nodes, by both."""
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -22,20 +23,18 @@ class Backend:
     Args:
       opened: the native group of the ranks of this process or node; None without kernels.
       refusal: the error of an op that asks for kernels.
-      why_xla: why implementation="auto" is "xla"; None if "auto" must have kernels: it then raises `refusal`.
+      why_xla: why implementation="auto" is "xla".
     """
 
     marked: Ranks | None = None  # whose library keeps marks that processes of other nodes read
 
-    def __init__(
-        self, ranks: Ranks, opened: native.NativeGroup | None, refusal: str | None = None, why_xla: str | None = None
-    ):
+    def __init__(self, ranks: Ranks, opened: native.NativeGroup | None, refusal: str = "", why_xla: str = ""):
         self.ranks, self.native = ranks, opened
         self._refusal, self._why_xla = refusal, why_xla
 
     def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         """As `Group._resolve`, unless XLA was asked for."""
-        if implementation == "auto" and self._why_xla:
+        if implementation == "auto":
             return logged(op, "xla", self._why_xla)
         raise PlatformError(f"{op}: {self._refusal}")
 
@@ -85,11 +84,18 @@ class NodesBackend(Backend):
     Args:
       inside: of the ranks of each node. `Group` closes it after this one.
       liveness: of the processes of other nodes; None if all nodes are in this process.
+      refusal, why_xla: as for `Backend`, of ops that do not serve nodes.
     """
 
-    def __init__(self, ranks: Ranks, inside: Backend, liveness: Liveness | None):
-        refusal = "groups across nodes need implementation='xla', got 'kernels'"
-        super().__init__(ranks, inside.native, refusal, "its kernels do not leave a node")
+    def __init__(
+        self,
+        ranks: Ranks,
+        inside: Backend,
+        liveness: Liveness | None,
+        refusal: str = "groups across nodes need implementation='xla', got 'kernels'",
+        why_xla: str = "its kernels do not leave a node",
+    ):
+        super().__init__(ranks, inside.native, refusal, why_xla)
         self._inside, self._liveness = inside, liveness
         if liveness is not None:
             self.marked = None if self.native is None else inside.ranks
@@ -120,3 +126,10 @@ class NodesBackend(Backend):
 def logged(op: str, implementation: Resolved, why: str) -> Resolved:
     _LOGGER.debug("%s: implementation %r, as %s", op, implementation, why)
     return implementation
+
+
+@functools.cache
+def say_once(why: str, could_be: bool) -> None:
+    """Logs why XLA and Pallas kernels compute the ops of a group: a warning if a library of ours could."""
+    level = logging.WARNING if could_be else logging.INFO
+    _LOGGER.log(level, "Group: XLA's collectives and Pallas kernels compute its ops: %s", why)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
-from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged
+from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, say_once
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
@@ -112,16 +112,8 @@ class Group:
             self.intranode = inside = Group(self.mesh, axes[-1], **waits, max_sms=max_sms, on_lost=on_lost)
             with _open_lock:
                 _open.discard(inside)
-            processes, liveness = topology.other_processes(self.mesh, axes), None
             try:
-                if processes:
-                    name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
-                    node, exits = inside._backend.native, on_lost == "exit"
-                    on_failure = partial(watchdog.handle_failure, node, name, exits)
-                    self._progress = Progress(tuple if node is None else node.marks)
-                    liveness = Liveness(
-                        name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure
-                    )
+                liveness = self._liveness(ranks, inside._backend.native, waits, on_lost)
             except BaseException:
                 inside.close()
                 raise
@@ -129,12 +121,14 @@ class Group:
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'kernels'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
-        if not ffi.is_built(self.platform):
-            refusal = (
-                f"no jax_ep library is built for platform {self.platform!r} (built: {ffi.built_platforms()}); "
-                "install jax_ep on a machine with its compiler, or pass implementation='xla'"
+        if (missing := ffi.without_kernels(self.mesh.devices.flat[0])) is not None:
+            why, could_be = missing
+            say_once(why, could_be)
+            refusal = f"{why}; pass implementation='auto' or 'xla'" + (
+                ", or install jax_ep with it" if could_be else ""
             )
-            return Backend(ranks, None, refusal)
+            inside = Backend(ranks, None, refusal, why)
+            return NodesBackend(ranks, inside, self._liveness(ranks, None, waits, on_lost), refusal, why)
         if self.size > ffi.MAX_RANKS:
             raise ValueError(
                 f"Group: axis_name must have at most {ffi.MAX_RANKS} devices, got {self.size}: exchange over an axis "
@@ -143,6 +137,18 @@ class Group:
         native.check_xla_flags(self.platform)  # before processes connect
         opened = opening.open_native(ranks, max_sms=max_sms, **waits)
         return KernelBackend(*opened, repr(self), exits=on_lost == "exit")
+
+    def _liveness(
+        self, ranks: Ranks, node: native.NativeGroup | None, waits: dict[str, Any], on_lost: OnLost
+    ) -> Liveness | None:
+        """Of the other processes; None if there are none. `node`: of the ranks of this process' node."""
+        processes = topology.other_processes(self.mesh, checks.axes_of(self.axis_name))
+        if not processes:
+            return None
+        name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
+        on_failure = partial(watchdog.handle_failure, node, name, on_lost == "exit")
+        self._progress = Progress(tuple if node is None else node.marks)
+        return Liveness(name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure)
 
     @property
     def size(self) -> int:

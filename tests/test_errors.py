@@ -1,7 +1,9 @@
 """Every wrong argument raises, when the op is traced, an error that names the op and the argument."""
 
+import logging
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,10 +12,11 @@ import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup
-from helpers import trace
+from helpers import mesh_of, trace
 from jax.sharding import AbstractMesh
 
-from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, combine, dispatch
+from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, backends, combine, dispatch
+from jax_ep._kit import ffi
 from jax_ep.float8 import Float8Rows
 from jax_ep.lax import ragged_all_to_all
 
@@ -196,10 +199,39 @@ def test_outside_shard_map(op: str, group: Group) -> None:
         OPS[op](group)
 
 
-def test_no_library(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """XLA exchanges, which a warning says once, and `max_sms` has no effect."""
     monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
-    group = open_group(SIZE)
-    for implementation in ("auto", "kernels"):
-        with pytest.raises(PlatformError, match=r"^dispatch: no jax_ep library is built for platform"):
-            trace(group, lambda name=implementation: dispatched(group, implementation=name))
-    trace(group, lambda: dispatched(group))
+    backends.say_once.cache_clear()
+    for _ in range(2):
+        with Group(mesh_of(ep=SIZE), "ep", max_sms=8) as group:
+            for implementation in ("auto", "xla"):
+                trace(group, lambda name=implementation: dispatched(group, implementation=name))
+            with pytest.raises(PlatformError, match=r"^dispatch: no jax_ep library is built for platform"):
+                trace(group, lambda: dispatched(group, implementation="kernels"))
+            group.check()
+            assert group.report() == []
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.message for record in said] == [
+        f"Group: XLA's collectives and Pallas kernels compute its ops: no jax_ep library is built for platform "
+        f"'{jax.default_backend().replace('gpu', 'cuda')}' (built: ())"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("platform", "version", "capability", "built", "wanted"),
+    [
+        ("gpu", "cuda 13", "9.0", True, None),
+        ("gpu", "cuda 13", "9.0", False, ("no jax_ep library is built for platform 'cuda' (built: ())", True)),
+        ("gpu", "cuda 12", "7.5", True, ("its library needs a compute capability of 8, which T4 has not", False)),
+        ("gpu", "rocm 7", "gfx942", False, ("no jax_ep library is built for platform 'hip' (built: ())", True)),
+        ("tpu", "", "", False, ("it has no library for platform 'tpu'", False)),
+    ],
+)
+def test_who_computes_the_ops_of_a_device(
+    platform: str, version: str, capability: str, built: bool, wanted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ffi, "is_built", lambda platform: built)
+    client = SimpleNamespace(platform_version=version)
+    device = SimpleNamespace(platform=platform, client=client, compute_capability=capability, device_kind="T4")
+    assert ffi.without_kernels(device) == wanted

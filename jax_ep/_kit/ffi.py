@@ -25,6 +25,7 @@ from jax_ep.version import __version__
 PLATFORMS = ("cpu", "cuda", "hip")
 MAX_RANKS = 64  # ffi/comm/signal_pad.h: the size of a signal pad
 MAIL_NUMBERS = 4096  # kMailNumbers of ffi/comm/signal_pad.h: of experts, or slices for a peer, in a mailbox
+OLDEST_CUDA = 8.0  # ffi/CMakeLists.txt: the compute capability that the library for CUDA is compiled for
 TMA_MULTIPLE = 8  # ffi/gemm/grouped_matmul.h: TMA wants rows of a multiple of this many 16-bit values
 
 WORKSPACE = "workspace"  # the last result of an op that needs one; nobody reads it
@@ -70,6 +71,22 @@ def is_built(platform: str) -> bool:
 
 def built_platforms() -> tuple[str, ...]:
     return tuple(platform for platform in PLATFORMS if is_built(platform))
+
+
+def without_kernels(device: Any) -> tuple[str, bool] | None:
+    """Why the ops of a device run without the kernels of a library, and whether one could serve it; None: they do not.
+
+    Libraries serve CPUs, NVIDIA GPUs from Ampere on, and AMD GPUs.
+    """
+    platform = library_name(device)
+    capability = str(getattr(device, "compute_capability", ""))
+    if platform == "cuda" and capability and float(capability) < OLDEST_CUDA:
+        return f"its library needs a compute capability of {OLDEST_CUDA:g}, which {device.device_kind} has not", False
+    if platform not in PLATFORMS:
+        return f"it has no library for platform {platform!r}", False
+    if not is_built(platform):
+        return f"no jax_ep library is built for platform {platform!r} (built: {built_platforms()})", True
+    return None
 
 
 def loaded_libraries() -> list[ModuleType]:
