@@ -165,7 +165,7 @@ def cases(run: Run) -> list[Any]:
 
 def notes(run: Run) -> Iterator[str]:
     yield f"per step inside one jitted loop, table and states donated, in turns, median of {run.options.repeats} loops"
-    yield "gradient alone: of the looked-up rows, which all ways have in common"
+    yield "gradient alone: with a row for each id, which `step` on a GPU does not compute"
     yield "torch: EmbeddingBag(sparse=True) and SparseAdam, by the host's clock, after the others"
     yield run.heat
 

@@ -70,9 +70,9 @@ def make_step(group: jax_ep.Group, specs: Any) -> Any:
         table, of_table, layers, of_layers = state
         value, gradients = gradients_of(table, embedding.stacked_ids(batch["ids"], HEIGHTS), layers, batch)
         by_rows, by_layers = embedding.scale(gradients, 1 / group.size)  # of the mean over devices
-        moved, of_table = ROWS.update(by_rows, of_table)
+        table, of_table = ROWS.step(table, of_table, by_rows)
         updates, of_layers = LAYERS.update(by_layers, of_layers)
-        state = embedding.apply_updates(table, moved), of_table, optax.apply_updates(layers, updates), of_layers
+        state = table, of_table, optax.apply_updates(layers, updates), of_layers
         return state, jax.lax.pmean(value, group.axis_name)
 
     mapped = jax.shard_map(step, mesh=group.mesh, in_specs=(specs, P("dp")), out_specs=(specs, P()))

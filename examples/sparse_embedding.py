@@ -92,8 +92,7 @@ def make_train_step(group: jax_ep.Group, implementation: Implementation) -> Step
 
     def per_device(tables: Tables, state: Any, batch: Batch, learning_rate: jax.Array) -> tuple[Tables, Any, Metrics]:
         gradient, metrics = summed_gradient(tables, batch, group, implementation)
-        updates, state = embedding.rowwise_adagrad(learning_rate).update(gradient, state)
-        return embedding.apply_updates(tables, updates), state, metrics
+        return *embedding.rowwise_adagrad(learning_rate).step(tables, state, gradient), metrics
 
     specs = (P(), P(), P(group.axis_name), P())
     return jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()), donate_argnums=(0, 1))

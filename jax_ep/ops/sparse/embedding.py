@@ -233,7 +233,7 @@ def sparse_value_and_grad(
         run = with_shared_rows(of_tables) if traced else lambda rows: (*of_tables(rows), [None] * len(rows))
         by_row, (value, others), shared = run(rows)
         gradient = structure.unflatten(
-            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped).sharing(of_bags)
+            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped)._sharing(of_bags)
             for one, entries, values, of_bags in zip(tables, named, by_row, shared, strict=True)
         )
         return value, (gradient, *others) if further else gradient

@@ -154,7 +154,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             named, counted = layout.split(new)
             return [table + updates.astype(jnp.float32).astype(table.dtype), *named], [*map(_as_type, counted, scalars)]
 
-        operands = table, state, rows.values, rows.shared
+        operands = table, state, rows.values, rows._shared
         table, state, values, shared = without_gradient(_NO_DERIVATIVE, operands)
         if not gemm.pallas_platforms():
             return by_xla(table, state, rows.masked_indices, values)

@@ -65,12 +65,12 @@ class SparseRows:
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
     guard: jax.Array = dataclasses.field(default_factory=_guard)
-    shared: ClassVar[Shared | None] = None  # of this very object: copies have none
+    _shared: ClassVar[Shared | None] = None  # of this very object: copies have none
 
-    def sharing(self, shared: Shared | None) -> "SparseRows":
-        """A copy of which `shared` is known."""
+    def _sharing(self, shared: Shared | None) -> "SparseRows":
+        """A copy that knows its values as `shared`."""
         copy = dataclasses.replace(self)
-        object.__setattr__(copy, "shared", shared)
+        object.__setattr__(copy, "_shared", shared)
         return copy
 
     def __repr__(self) -> str:
