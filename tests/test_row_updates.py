@@ -193,6 +193,37 @@ def test_what_pallas_does_not_compile_runs_by_xla(
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    ("what", "width", "function"),
+    [
+        ("cumsum", D, lambda rows, scalars: ([jnp.cumsum(rows[0], axis=1)], [])),
+        ("reduce_max", D, lambda rows, scalars: ([rows[0] - rows[0].max(axis=1, keepdims=True)], [])),
+        ("rows that are constant", D, lambda rows, scalars: ([jnp.float32(0)], [])),
+        (r"an array \(1, 6\) that is the same for all rows", D, lambda rows, scalars: ([rows[0] * np.arange(6.0)], [])),
+        ("a scalar that depends on rows", D, lambda rows, scalars: ([rows[0]], [rows[0].sum(axis=1)])),
+        ("rows of 8193 columns", 8193, lambda rows, scalars: (rows, [])),
+    ],
+)
+def test_what_a_kernel_cannot_compute(what: str, width: int, function: Any) -> None:
+    with pytest.raises(NotImplementedError, match=f"^{what}"):
+        trace_rows(function, width, [jax.ShapeDtypeStruct((V, width), np.float32)], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"ids": jnp.arange(3)}, r"ids must have shape \[S\] = \(2,\), got \(3,\)"),
+        ({"arrays": [jnp.zeros((V, D + 1))]}, r"arrays must be \[V, 6\], \[V, 1\] or \[V\] alike, got \(50, 7\)"),
+    ],
+)
+def test_wrong_updates_are_named(change: dict[str, Any], match: str) -> None:
+    table = jnp.zeros((V, D))
+    traced = trace_rows(lambda rows, scalars: ([rows[0] + rows[1]], []), D, [table, table], [])
+    given: dict[str, Any] = {"arrays": [table], "ids": jnp.arange(2), "values": table, "starts": jnp.arange(3)}
+    with pytest.raises(ValueError, match=f"^update_rows: {match}"):
+        update_rows(traced, **given | change)
+
+
 def test_a_step_has_no_derivative(kernels: bool) -> None:
     optimizer, table = embedding.by_rows(optax.sgd(0.1)), jnp.zeros((V, D))
     gradient = SparseRows.from_entries(jnp.zeros(3, jnp.int32), jnp.ones((3, D)), num_rows=V)
