@@ -12,7 +12,7 @@ import pytest
 from jax_ep import Group
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDE = ["docs/guide.md", "docs/serving.md", "docs/embeddings.md"]  # close their groups
+GUIDE = ["docs/guide.md", "docs/models.md", "docs/serving.md", "docs/embeddings.md"]  # close their groups
 
 
 @pytest.mark.usefixtures("native")

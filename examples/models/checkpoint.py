@@ -1,11 +1,11 @@
 """Checkpoints of Hugging Face: config.json, and sharded safetensors with their index, from and into sharded arrays.
 
 A model describes each of its parameters once, as a `Parameter`. Random weights, shardings, loading and saving all
-follow from that. Each device reads its own part of each tensor, one layer at a time, so no host holds a copy.
+follow from that. Each device reads its own part of each tensor, so a host holds the parts of its devices, and of one
+parameter at a time.
 """
 
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -280,26 +280,15 @@ def load(
 
 
 def _load_one(one: Parameter, tensors: Tensors, sharding: NamedSharding, dtype: DTypeLike) -> jax.Array:
-    dtype = one.fixed or dtype
+    dtype = np.dtype(one.fixed or dtype)
 
-    def read(layer: int, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-        def part(index: Index | None) -> np.ndarray:
-            return one.read(tensors, layer, index or ()).astype(dtype)
+    def part(index: Index | None) -> np.ndarray:
+        if one.layers is None or not index:
+            return one.read(tensors, 0, index or ()).astype(dtype)
+        layers = range(*index[0].indices(one.layers))
+        return np.stack([one.read(tensors, layer, index[1:]).astype(dtype) for layer in layers])
 
-        return jax.make_array_from_callback(shape, sharding, part, dtype=np.dtype(dtype))
-
-    if one.layers is None:
-        return read(0, one.shape, sharding)
-    of_layer = NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
-    whole = jnp.zeros(one.shape, dtype, device=sharding)
-    for layer in range(one.layers):
-        whole = _put(whole, read(layer, one.shape[1:], of_layer), layer)
-    return whole
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(whole: jax.Array, layer: jax.Array, number: int) -> jax.Array:
-    return whole.at[number].set(layer)
+    return jax.make_array_from_callback(one.shape, sharding, part, dtype=dtype)
 
 
 def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]) -> None:

@@ -53,6 +53,13 @@ class Run:
             return P(mesh.axis_names)
         return P(None, mesh.axis_names) if length % mesh.size == 0 else P()
 
+    def heads(self, batch: int, groups: int) -> P:
+        """How queries, keys and values [batch, S, heads, D] are sharded: by sequences, or by heads of `groups`."""
+        mesh = self.group.mesh
+        if batch % mesh.size == 0:
+            return P(mesh.axis_names)
+        return P(None, None, mesh.axis_names) if groups % mesh.size == 0 else P()
+
     def constrain(self, x: Any, spec: P) -> Any:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.group.mesh, spec))
 
@@ -199,6 +206,8 @@ def attention(
     any implementation.
     """
     width, length = v.shape[-1], q.shape[1]
+    if length > 1:
+        q, k, v = (run.constrain(x, run.heads(q.shape[0], k.shape[2])) for x in (q, k, v))
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))
     if sinks is not None:
         column = jnp.broadcast_to((sinks / scale)[:, None], (*q.shape[:3], 1)).astype(q.dtype)
@@ -324,7 +333,7 @@ def scan_layers(
         return run.constrain(x, run.rows(*x.shape[:2])), cache and cache._replace(layer=cache.layer + 1), aux
 
     if run.remat is not None:
-        one = jax.checkpoint(one, policy=run.remat, static_argnums=3)  # pyright: ignore[reportPrivateImportUsage]
+        one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
 
     def turn(carry: Any, layer: Any) -> Any:
         found = []

@@ -1,4 +1,4 @@
-"""What all models do: they load, save, compute logits and a loss, and generate.
+"""What all models do: they load, save, compute logits, and generate. training.py has what trains them.
 
 A model is its config: `qwen3_moe.Config`, `gpt_oss.Config` or `deepseek_v3.Config`.
 """
@@ -19,15 +19,13 @@ from .layers import Aux, Cache, Run
 
 
 class Model(Protocol):
-    """
-    Attributes:
-      cache_shapes: what a layer keeps of each token: a shape for each array.
-    """
-
-    num_hidden_layers: int
+    @property
+    def num_hidden_layers(self) -> int: ...
 
     @property
-    def cache_shapes(self) -> Sequence[tuple[int, ...]]: ...
+    def cache_shapes(self) -> Sequence[tuple[int, ...]]:
+        """What a layer keeps of each token: the shapes of its arrays."""
+        ...
 
     def to_json(self) -> dict[str, Any]: ...
 
@@ -69,31 +67,15 @@ def logits(params: Any, ids: jax.Array, config: Model, run: Run) -> tuple[jax.Ar
     """Tokens [B, S] -> float32 logits [B, S, V] of the next token, and what the routers did."""
     params = cast(params, config, run.dtype)
     hidden, _, aux = config.hidden(params, ids, run)
-    return _head(hidden, params, run), aux
+    return _logits(hidden, _head(params, run)), aux
 
 
-def loss(params: Any, ids: jax.Array, config: Model, run: Run, *, chunk: int = 512) -> tuple[jax.Array, Aux]:
-    """The mean cross-entropy, in nats, of each token [B, S] after those before it, and what the routers did.
-
-    Logits [B, chunk, V] exist for one chunk of positions at a time, also in the backward pass.
-    """
-    params = cast(params, config, run.dtype)
-    hidden, _, aux = config.hidden(params, ids, run)
-
-    @jax.checkpoint  # pyright: ignore[reportPrivateImportUsage]
-    def of_chunk(hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        logits = _head(hidden, params, run)
-        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
-
-    last = ids.shape[1] - 1
-    chunks = [slice(start, min(start + chunk, last)) for start in range(0, last, chunk)]
-    sums = [of_chunk(hidden[:, at], ids[:, 1:][:, at]) for at in chunks]
-    return jnp.sum(jnp.stack(sums)) / (ids.shape[0] * last), aux
+def _head(params: Any, run: Run) -> jax.Array:
+    return run.constrain(params["head"], P())
 
 
-def _head(hidden: jax.Array, params: Any, run: Run) -> jax.Array:
-    return jnp.dot(hidden, run.constrain(params["head"], P()), preferred_element_type=jnp.float32)
+def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
 
 
 class Decoder(NamedTuple):
@@ -113,7 +95,7 @@ def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> D
 
     def next_token(params: Any, ids: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
         hidden, after, _ = config.hidden(params, ids, run, cache)
-        logits = _head(hidden[:, -1], params, run)
+        logits = _logits(hidden[:, -1], _head(params, run))
         if temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), after
         key = jax.random.fold_in(key, cache.position)
