@@ -219,9 +219,16 @@ def fold_segments(
         if entries > PART:
             (firsts,) = call(_sum_long_first_parts, tiling.further, windows, [parts])
             further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
-            by_window = partial(_write_by_window, entries)
-            operands = {"firsts": firsts, "further": further, "owner": owner}
-            longs["longs"] = call(_sum_long_segments, tiling.long, windows, [parts], by_window, **operands)[0]
+            (longs["longs"],) = call(
+                _sum_long_segments,
+                tiling.long,
+                windows,
+                [parts],
+                partial(_write_by_window, entries),
+                firsts=firsts,
+                further=further,
+                owner=owner,
+            )
         return call(_sum_groups, tiling.first, given["groups"].shape[0] - 1, results, **longs)
     if entries <= PART:
         return call(_sum_first_parts, tiling.first, segments, results)
