@@ -229,7 +229,7 @@ def fold_segments(
                 further=further,
                 owner=owner,
             )
-        return call(_sum_groups, tiling.first, given["groups"].shape[0] - 1, results, **longs)
+        return call(_sum_groups, tiling.first, given["groups"].shape[0] - 1, results, epilogue, **longs)
     if entries <= PART:
         return call(_sum_first_parts, tiling.first, segments, results)
     *short, firsts = call(_sum_first_parts, tiling.first, segments, [*results, parts])
