@@ -10,7 +10,7 @@ import environment  # noqa: F401 - before jax
 import jax
 import numpy as np
 import pytest
-from helpers import SEED, mesh_of
+from helpers import SEED, Rng, mesh_of
 
 from jax_ep import Group, Implementation
 from jax_ep._kit import ffi, gemm
@@ -81,7 +81,7 @@ def optimizations(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+def rng(request: pytest.FixtureRequest) -> Rng:
     """A stream of random numbers of its own for every test."""
     print(f"JAX_EP_TEST_SEED={SEED}")
     return np.random.default_rng([SEED, zlib.crc32(request.node.name.encode())])

@@ -29,6 +29,7 @@ SEED = int(os.environ.get("JAX_EP_TEST_SEED", "20260701"))
 SIZES = (1, 2, 4, 8)
 DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))
 BIG = 2**31 - 1
+Rng = np.random.Generator
 
 # What a GPU leaves in the results of a dispatch that failed.
 FAILED = {
@@ -256,7 +257,7 @@ class Case(NamedTuple):
 
 
 def draw_case(
-    rng: np.random.Generator, size: int, tokens: int, top_k: int, experts: int, hidden: int, dtype: np.dtype = DTYPES[2]
+    rng: Rng, size: int, tokens: int, top_k: int, experts: int, hidden: int, dtype: np.dtype = DTYPES[2]
 ) -> Case:
     """Random tokens and weights; every token picks different experts."""
     ids = rng.permuted(np.broadcast_to(np.arange(experts, dtype=np.int32), (size, tokens, experts)), axis=2)

@@ -8,7 +8,7 @@ import helpers
 import jax
 import moe_oracle
 import numpy as np
-from helpers import BIG, Case
+from helpers import BIG, Case, Rng
 from moe_oracle import Layer
 
 from jax_ep import Group, Implementation, combine, dispatch, lax
@@ -49,7 +49,7 @@ def with_gradient(group: Group, layer: Body) -> Any:
     return helpers.per_rank(both, group.mesh)
 
 
-def everything(case: Case, rng: np.random.Generator) -> None:
+def everything(case: Case, rng: Rng) -> None:
     """Skips, ids that do not exist, an expert named twice, a rank that sends nothing and one that gets nothing."""
     case.ids[case.ids // 2 == 1] += 4
     case.ids[0, 0] = (-1, EXPERTS, BIG)
@@ -57,17 +57,17 @@ def everything(case: Case, rng: np.random.Generator) -> None:
     case.ids[2] = -1
 
 
-def zipf(case: Case, rng: np.random.Generator) -> None:
+def zipf(case: Case, rng: Rng) -> None:
     share = 1 / np.arange(1, EXPERTS + 1)
     for chosen in case.ids.reshape(-1, TOP_K):
         chosen[:] = rng.choice(EXPERTS, TOP_K, replace=False, p=share / share.sum())
 
 
-def one_expert_gets_all(case: Case, rng: np.random.Generator) -> None:
+def one_expert_gets_all(case: Case, rng: Rng) -> None:
     case.ids[:] = 5
 
 
-def everything_skipped(case: Case, rng: np.random.Generator) -> None:
+def everything_skipped(case: Case, rng: Rng) -> None:
     case.ids[:] = -1
 
 
@@ -75,7 +75,7 @@ ROUTINGS = (everything, zipf, one_expert_gets_all, everything_skipped)
 
 
 def draw(
-    rng: np.random.Generator, dtype: Any, hidden: int = HIDDEN, tokens: int = TOKENS, width: int = WIDTH
+    rng: Rng, dtype: Any, hidden: int = HIDDEN, tokens: int = TOKENS, width: int = WIDTH
 ) -> tuple[Layer, Case, np.ndarray]:
     case = helpers.draw_case(rng, SIZE, tokens, TOP_K, EXPERTS, hidden, np.dtype(dtype))
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, width)

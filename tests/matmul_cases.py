@@ -22,7 +22,7 @@ OPS: dict[str, Callable[..., jax.Array]] = {
 Operands = tuple[np.ndarray, np.ndarray]
 
 
-def draw(rng: np.random.Generator, size: int, shape: tuple[int, int, int], dtype: np.dtype) -> Operands:
+def draw(rng: helpers.Rng, size: int, shape: tuple[int, int, int], dtype: np.dtype) -> Operands:
     m, k, n = shape
     return rng.standard_normal((size, m, k)).astype(dtype), rng.standard_normal((size, k, n)).astype(dtype)
 

@@ -68,10 +68,7 @@ ROUTED: dict[str, dict[str, Form]] = {
 DISPATCH = ROUTED | {
     "alignment": {"4": {"alignment": 4}},
     "expand": {"no": {"expand": False}},
-    "rows": {
-        "float8": {"wire": "float8_rows", "sent_known": True},
-        "float8, differentiated": {"wire": "float8_rows"},
-    },
+    "rows": {"float8": {"wire": "float8_rows", "sent_known": True}, "float8, differentiated": {"wire": "float8_rows"}},
     "several": {
         "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
         "not expanded over nodes": {"expand": False, "nodes": NodeOptions()},
@@ -132,7 +129,7 @@ def names(options: dict[str, dict[str, Form]]) -> list[str]:
     return [*alone(options), *(f"{MIXED} {i}" for i in range(2))]
 
 
-def chosen(options: dict[str, dict[str, Form]], name: str, rng: np.random.Generator) -> Form:
+def chosen(options: dict[str, dict[str, Form]], name: str, rng: helpers.Rng) -> Form:
     """The form of this name; a mixed one has a value of every other option or so."""
     if not name.startswith(MIXED):
         return alone(options)[name]
@@ -179,7 +176,7 @@ class Operands(NamedTuple):
     exact: Any  # `known` as an oracle takes it: ids of what arrives alone, matrices that nobody quantized
 
 
-def draw(form: Form, layer: bool, size: int, rng: np.random.Generator) -> Operands:
+def draw(form: Form, layer: bool, size: int, rng: helpers.Rng) -> Operands:
     """Some assignments are skipped, invalid, or name an expert twice."""
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN, DTYPE)
     case.ids[0, 0, 0], case.ids[0, 1, 1] = -1, EXPERTS + 3
@@ -204,11 +201,11 @@ def draw(form: Form, layer: bool, size: int, rng: np.random.Generator) -> Operan
     return Operands(floats, known, exact)
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def _normal(rng: helpers.Rng, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(DTYPE)
 
 
-def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: np.random.Generator) -> None:
+def _draw_matrices(form: Form, floats: Any, case: helpers.Case, rng: helpers.Rng) -> None:
     size = len(case.tokens)
     *_, gate, up, down = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, WIDTH)
     matrices = {"gate": gate, "up": up, "down": down}
@@ -310,13 +307,7 @@ def layer(form: Form, group: Group) -> Function:
                 gate, up = (gate, up) if gate is None else (jnp.concatenate([gate, up], axis=1), None)
             shared = Experts(gate=gate, up=up, down=down, biases=given.get("shared_biases"), activation=own)
         return moe_mlp(
-            given["tokens"],
-            given["ids"],
-            given.get("weights"),
-            experts,
-            group=group,
-            shared_experts=shared,
-            **options,
+            given["tokens"], given["ids"], given.get("weights"), experts, group=group, shared_experts=shared, **options
         )[0]
 
     return sums

@@ -29,7 +29,7 @@ WARM_UP = 20  # launches of ours
 TIMEOUT = 100.0  # seconds; the checker rewrites a library of kernels before the first of them runs
 
 
-def all_moe(rng: np.random.Generator, group: Group) -> Iterator[Op]:
+def all_moe(rng: helpers.Rng, group: Group) -> Iterator[Op]:
     many: Any = {"tokens": helpers.LATE_TOKENS, "dtype": BFLOAT16}
     for dtype in helpers.DTYPES:
         yield round_trip(rng, group, hidden=264, dtype=dtype)
@@ -40,11 +40,11 @@ def all_moe(rng: np.random.Generator, group: Group) -> Iterator[Op]:
     yield ragged(rng, group)
 
 
-def all_sparse(rng: np.random.Generator, group: Group, method: str) -> Iterator[Op]:
+def all_sparse(rng: helpers.Rng, group: Group, method: str) -> Iterator[Op]:
     yield sparse(rng, group, num_rows=1000, entries=333, width=65, method=method)
 
 
-def all_products(rng: np.random.Generator, group: Group) -> Iterator[Op]:
+def all_products(rng: helpers.Rng, group: Group) -> Iterator[Op]:
     rows = group.size * 72
     for op in matmul_cases.OPS:
         yield product(rng, group, op, (rows, 136, 200))

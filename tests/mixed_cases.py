@@ -31,7 +31,7 @@ class Operands(NamedTuple):
     slices: oracle.Slices  # of `test_lax.ROWS` rows
 
 
-def draw(rng: np.random.Generator, size: int, tokens: int) -> Operands:
+def draw(rng: helpers.Rng, size: int, tokens: int) -> Operands:
     case = helpers.draw_case(rng, size, tokens, TOP_K, EXPERTS, HIDDEN)
     return Operands(
         tokens=rng.integers(-8, 9, case.tokens.shape).astype(np.float32),

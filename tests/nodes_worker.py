@@ -65,14 +65,14 @@ def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **o
     group.check()
 
 
-def check_room_on_the_way(mesh: jax.sharding.Mesh, rng: np.random.Generator, node_capacity: int) -> None:
+def check_room_on_the_way(mesh: jax.sharding.Mesh, rng: helpers.Rng, node_capacity: int) -> None:
     with open_group(mesh, 60, nodes=NodeOptions(node_capacity)) as group:
         case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
         found = run(group, case, implementation="kernels", on_overflow="drop")
         test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
 
 
-def check_chunks(mesh: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+def check_chunks(mesh: jax.sharding.Mesh, rng: helpers.Rng) -> None:
     with open_group(mesh, 60, nodes=NodeOptions(chunks=3)) as group:
         uneven = test_nodes.uneven(rng, group.size)
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
@@ -144,7 +144,7 @@ MISMATCHES = [
 ]
 
 
-def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
+def check_layer(group: Group, rng: helpers.Rng, **options: Any) -> None:
     case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, 8)
     cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
@@ -157,7 +157,7 @@ def check_layer(group: Group, rng: np.random.Generator, **options: Any) -> None:
         np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: np.random.Generator) -> None:
+def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: helpers.Rng) -> None:
     """A group over one axis alone: the ranks of a node, which have kernels, or one rank of each node, by XLA alone."""
     shape, inside = mesh.devices.shape, axis == "ep"
     size, lines = shape if not inside else shape[::-1]
@@ -175,7 +175,7 @@ def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: np.random.Generator) ->
         group.check()
 
 
-def check_sparse(group: Group, rng: np.random.Generator) -> None:
+def check_sparse(group: Group, rng: helpers.Rng) -> None:
     ids = sparse_cases.zipf(rng, group.size, 24, SPARSE_ROWS)
     values = sparse_cases.draw_values(rng, ids, 5)
     options: dict[str, Any] = {"capacity": 150, "op": "mean_by_count"}
@@ -305,10 +305,7 @@ def hang(mesh: jax.sharding.Mesh, how: str) -> None:
         last, here = "process 0 .* has ended its op", "this process has waited .* in its op"
         seen = {
             "close": (PeerLostError, f"process 0 .* has closed the group; {here} {begun + 1}, dispatch"),
-            "wait": (
-                PeerTimeoutError,
-                f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch",
-            ),
+            "wait": (PeerTimeoutError, f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch"),
         }
         error, match = seen[how] if waits else (PeerLostError, "process 1 .* left the group by an error")
         with pytest.raises(error, match=match):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import mixed_cases
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 
 from jax_ep import Group
 
@@ -29,13 +29,13 @@ def pair(groups: int, open_group: OpenGroup) -> tuple[Group, Group]:
 
 
 @pytest.mark.parametrize(("groups", "check_vma"), [(1, True), (2, True), (2, False)])
-def test_in_one_program(pair: tuple[Group, Group], check_vma: bool, rng: np.random.Generator) -> None:
+def test_in_one_program(pair: tuple[Group, Group], check_vma: bool, rng: Rng) -> None:
     options = {"collectives": True, "in_turn": False, "check_vma": check_vma}
     mixed_cases.run(*pair, mixed_cases.draw(rng, SIZE, 8 * SIZE), turns=TURNS, look=LOOK, **options)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_scan_and_remat(pair: tuple[Group, Group], rng: np.random.Generator) -> None:
+def test_scan_and_remat(pair: tuple[Group, Group], rng: Rng) -> None:
     """The gradient of a chain of exchanges and of XLA's collectives, whose forward pass runs twice."""
     turns, drawn, (one, other) = 3, mixed_cases.draw(rng, SIZE, 8), pair
     scale = (drawn.weights * (1 + drawn.ids % 3)).sum(-1, keepdims=True)

@@ -8,7 +8,7 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from helpers import Case
+from helpers import Case, Rng
 
 from jax_ep import CapacityError, Group, Implementation, dispatch
 from jax_ep.runtime.undelivered import capacity_error
@@ -17,7 +17,7 @@ SIZE, EXPERTS, CAPACITY = 4, 8, 12
 ONE_TOO_MANY = rf"rank 2 needs {CAPACITY + 1} rows but capacity is {CAPACITY}\b"
 
 
-def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
+def case_with(rng: Rng, rows_of_rank_2: int) -> Case:
     """Rank 2 owns experts 4 and 5 and is sent so many rows; every other rank fewer."""
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     case.ids[:] = -1
@@ -29,9 +29,7 @@ def case_with(rng: np.random.Generator, rows_of_rank_2: int) -> Case:
     return case
 
 
-def test_one_too_many_raises_and_the_group_goes_on(
-    implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_one_too_many_raises_and_the_group_goes_on(implementation: Implementation, group: Group, rng: Rng) -> None:
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation=implementation)
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
     says = re.escape(str(capacity_error("dispatch", 2, CAPACITY + 1, CAPACITY)))  # and what to do
@@ -43,7 +41,7 @@ def test_one_too_many_raises_and_the_group_goes_on(
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
-def test_many_tokens_without_room(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_many_tokens_without_room(implementation: Implementation, group: Group, rng: Rng) -> None:
     """Tokens that are on their way when ranks learn of the lack of room do no harm."""
     case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)
     capacity = 2 * helpers.LATE_TOKENS
@@ -59,7 +57,7 @@ def test_many_tokens_without_room(implementation: Implementation, group: Group, 
 
 
 @pytest.mark.usefixtures("native")
-def test_all_ranks_stop_together(group: Group, rng: np.random.Generator) -> None:
+def test_all_ranks_stop_together(group: Group, rng: Rng) -> None:
     """A rank with room must not go on to a collective where it would wait for the rank without."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -76,7 +74,7 @@ def test_all_ranks_stop_together(group: Group, rng: np.random.Generator) -> None
 
 
 @pytest.mark.usefixtures("native")
-def test_a_compiled_loop_learns_of_it(group: Group, rng: np.random.Generator) -> None:
+def test_a_compiled_loop_learns_of_it(group: Group, rng: Rng) -> None:
     """Where nobody checks or traces anything: on a CPU the execution raises, on a GPU the next one, either once."""
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="kernels")
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)

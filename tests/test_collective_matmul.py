@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from chaos.compare import assert_near
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import AbstractMesh, PartitionSpec as P
 from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, pulled, served
 
@@ -43,7 +43,7 @@ def test_product(
     dtype: np.dtype,
     implementation: Implementation,
     open_group: OpenGroup,
-    rng: np.random.Generator,
+    rng: Rng,
 ) -> None:
     group = open_group(4 if len(jax.devices()) >= 4 else 2)
     operands = draw(rng, group.size, shape, dtype)
@@ -55,9 +55,7 @@ def test_product(
         check(op, group, operands, "auto")
 
 
-def test_float32_result_and_bias(
-    op: str, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_float32_result_and_bias(op: str, implementation: Implementation, group: Group, rng: Rng) -> None:
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
     check(op, group, (a, b), implementation, preferred_element_type=FLOAT32)
     bias = rng.standard_normal(24).astype(BFLOAT16)
@@ -71,7 +69,7 @@ def test_float32_result_and_bias(
 
 
 def test_a_hundred_runs_give_the_same_bits(
-    op: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    op: str, implementation: Implementation, open_group: OpenGroup, rng: Rng
 ) -> None:
     group = open_group(helpers.largest_size())
     operands = draw(rng, group.size, (264, 64, 72), BFLOAT16)
@@ -81,7 +79,7 @@ def test_a_hundred_runs_give_the_same_bits(
             np.testing.assert_array_equal(helpers.wide(first[rank]), helpers.wide(first[0]))
 
 
-def test_all_three_in_a_row_and_independent(group: Group, rng: np.random.Generator, native: None) -> None:
+def test_all_three_in_a_row_and_independent(group: Group, rng: Rng, native: None) -> None:
     """Many in one program, which XLA may run in any order, beside its own collectives."""
     a, b = draw(rng, group.size, (64, 16, 16), BFLOAT16)
 
@@ -157,12 +155,7 @@ def test_more_rows_than_kernels_count(group: Group) -> None:
     ids=str,
 )
 def test_gradients(
-    op: str,
-    dtype: np.dtype,
-    result_dtype: np.dtype,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
+    op: str, dtype: np.dtype, result_dtype: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: Rng
 ) -> None:
     group = open_group(4 if len(jax.devices()) >= 4 else 2)
     if not served(group, implementation, (8, 8), dtype):
@@ -182,11 +175,7 @@ def test_gradients(
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("bias_dtype", [BFLOAT16, FLOAT32], ids=str)
 def test_gradient_of_the_bias(
-    op: str,
-    bias_dtype: np.dtype,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    op: str, bias_dtype: np.dtype, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """The sum over the rows of the cotangents: of small integers, so it is exact."""
     a, b = draw(rng, group.size, (32, 16, 24), BFLOAT16)
@@ -205,7 +194,7 @@ def test_gradient_of_the_bias(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_two_layers_of_tensor_parallelism(
-    check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Values and gradients of a block with sharded weights are those of one device."""
     x, up, down = (rng.standard_normal(shape).astype(FLOAT16) for shape in ((32, 16), (16, 64), (64, 16)))
@@ -232,7 +221,7 @@ def test_two_layers_of_tensor_parallelism(
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_result_of_an_all_reduce_is_everybodys(
-    check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator
+    check_vma: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Its type says so, and its gradient too."""
     a, b = rng.standard_normal((24, 32)).astype(FLOAT16), rng.standard_normal((32, 16)).astype(FLOAT16)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from helpers import DTYPES, Case
+from helpers import DTYPES, Case, Rng
 
 from jax_ep import Dispatched, Group, Implementation
 
@@ -34,7 +34,7 @@ def layout_of(case: Case, capacity: int) -> oracle.Expected:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 21, 256])
 def test_outputs_of_another_width(
-    width: int, dtype: np.dtype, implementation: Implementation, group: Group, rng: np.random.Generator
+    width: int, dtype: np.dtype, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     program = given_outputs(group, implementation)
     case = helpers.draw_case(rng, SIZE, 5, 4, EXPERTS, 16)  # tokens are float32 whatever the outputs are
@@ -44,9 +44,7 @@ def test_outputs_of_another_width(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_order_of_the_sum(
-    dtype: np.dtype, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_order_of_the_sum(dtype: np.dtype, implementation: Implementation, group: Group, rng: Rng) -> None:
     program = given_outputs(group, implementation)
     case = helpers.draw_case(rng, SIZE, 6, 8, EXPERTS, 16)
     case.weights[:] = 2.0 ** rng.integers(-3, 4, case.weights.shape)  # exact products: a fused multiply-add is no other
@@ -57,7 +55,7 @@ def test_order_of_the_sum(
     np.testing.assert_array_equal(helpers.wide(combined), helpers.wide(wanted))
 
 
-def test_rows_of_no_token_do_not_matter(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_rows_of_no_token_do_not_matter(implementation: Implementation, group: Group, rng: Rng) -> None:
     program = given_outputs(group, implementation)
     case = helpers.draw_case(rng, SIZE, 5, 3, EXPERTS, 16)
     case.ids[:, 0, 1] = -1
@@ -71,7 +69,7 @@ def test_rows_of_no_token_do_not_matter(implementation: Implementation, group: G
     helpers.assert_combined(combined, np.nan_to_num(outputs), layout.targets, case.weights)
 
 
-def test_nan_stays_in_its_token(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_nan_stays_in_its_token(implementation: Implementation, group: Group, rng: Rng) -> None:
     """Values and gradients, through an expert whose derivative depends on its input."""
 
     both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS, implementation=implementation)

@@ -9,7 +9,7 @@ import matmul_cases
 import numpy as np
 import pytest
 import sparse_cases
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 
 from jax_ep import Group, dispatch
 from jax_ep.lax import ragged_all_to_all
@@ -37,7 +37,7 @@ def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
     [({}, HIDDEN * 4), ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4)],
     ids=["plain", "float8 rows"],
 )
-def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: Group, rng: np.random.Generator) -> None:
+def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
@@ -48,7 +48,7 @@ def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: G
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
-def test_combine_and_gradients(tokens: int, group: Group, rng: np.random.Generator) -> None:
+def test_combine_and_gradients(tokens: int, group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
     loss = jax.value_and_grad(lambda *x: both(*x)[1].sum())
@@ -58,7 +58,7 @@ def test_combine_and_gradients(tokens: int, group: Group, rng: np.random.Generat
     np.testing.assert_array_equal(received(group), 2 * (there + there.T) * HIDDEN * 4)
 
 
-def test_ragged_all_to_all(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_ragged_all_to_all(open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(2)
     sizes = rng.integers(0, 5, (2, 2)).astype(np.int32)
     starts = np.zeros((2, 2), np.int32) + [0, 5]
@@ -74,7 +74,7 @@ def test_ragged_all_to_all(open_group: OpenGroup, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("dtype", helpers.DTYPES[::2], ids=str)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-def test_sparse(sharded: bool, dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_sparse(sharded: bool, dtype: np.dtype, open_group: OpenGroup, rng: Rng) -> None:
     size, rows, width = 4, 100, 16
     group = open_group(size)
     ids = sparse_cases.zipf(rng, size, 40, rows)
@@ -94,7 +94,7 @@ def test_sparse(sharded: bool, dtype: np.dtype, open_group: OpenGroup, rng: np.r
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("op", matmul_cases.OPS)
-def test_products(op: str, size: int, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_products(op: str, size: int, open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(size)
     m, k, n = 48, 32, 40
     operands = matmul_cases.draw(rng, size, (m, k, n), helpers.DTYPES[0])

@@ -12,7 +12,7 @@ import mixed_cases
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import NamedSharding, PartitionSpec as P
 from matmul_cases import OPS, Operands, exact
 
@@ -35,7 +35,7 @@ def test_without_command_buffers() -> None:
     assert "1 passed" in helpers.run_python("-m", "pytest", *options, check, seconds=500, XLA_FLAGS=flags.strip())
 
 
-def test_a_captured_program_of_a_closed_group_delivers_nothing(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_a_captured_program_of_a_closed_group_delivers_nothing(open_group: OpenGroup, rng: Rng) -> None:
     """Long enough to be captured into a CUDA graph, which runs no handler: the kernels themselves must refuse."""
     size = helpers.largest_size()
     group = open_group(size)
@@ -62,7 +62,7 @@ FETCHED = {"matmul_all_reduce": (4096, 64, 4096), "matmul_reduce_scatter": (4608
 SMALL = (528, 64, 264)
 
 
-def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> Operands:
+def draw(rng: Rng, shape: tuple[int, int, int]) -> Operands:
     """Operands of two ranks in bfloat16, of which every sum of products is exact."""
     m, k, n = shape
     a, b = (rng.integers(-1, 2, (2, *each)).astype(ml_dtypes.bfloat16) for each in ((m, k), (k, n)))
@@ -71,7 +71,7 @@ def draw(rng: np.random.Generator, shape: tuple[int, int, int]) -> Operands:
 
 @needs_core
 @pytest.mark.parametrize("op", FETCHED)
-def test_owners_fetch_large_products(op: str, group: Group, rng: np.random.Generator) -> None:
+def test_owners_fetch_large_products(op: str, group: Group, rng: Rng) -> None:
     operands = draw(rng, FETCHED[op])
     program = helpers.per_rank(lambda a, b: OPS[op](a, b, group=group, implementation="kernels"), group.mesh)
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_owners_fetch_large_products(op: str, group: Group, rng: np.random.Gener
 
 
 @needs_core
-def test_branches_among_collectives(group: Group, rng: np.random.Generator) -> None:
+def test_branches_among_collectives(group: Group, rng: Rng) -> None:
     """XLA may run the branches in any order, and NCCL beside them, 500 times."""
     runs = 500
     place = NamedSharding(group.mesh, P(group.axis_name))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from mismatch_cases import dispatched, exchanged, reduced
 
 from jax_ep import Implementation
@@ -18,9 +18,7 @@ from jax_ep import Implementation
 EXPERTS = 16
 
 
-def test_a_hundred_runs_give_the_same_bits(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_a_hundred_runs_give_the_same_bits(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
     """A tenth as many of XLA's formulation."""
     size = helpers.largest_size()
     group = open_group(size)
@@ -40,7 +38,7 @@ def test_a_hundred_runs_give_the_same_bits(
 
 
 def test_many_independent_ops_in_one_program(
-    native: None, open_group: OpenGroup, rng: np.random.Generator, pytestconfig: pytest.Config
+    native: None, open_group: OpenGroup, rng: Rng, pytestconfig: pytest.Config
 ) -> None:
     """64 pairs that XLA may run in any order and at once, among its own collectives, 200 times on GPUs and at night."""
     often = jax.default_backend() != "cpu" or pytestconfig.getoption("nightly")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from helpers import LATE_TOKENS
 
 from jax_ep import CapacityError, Group, Implementation, Unexpanded, combine, dispatch, lax
@@ -51,13 +51,7 @@ def test_every_argument_reaches_the_settings(group: Group) -> None:
     [(700, 8, 64, 8), (LATE_TOKENS, 8, 64, 8), (2, 3, 4096, 8), (3, 8, 256, 7168)],
 )
 def test_many_tokens_experts_or_values(
-    tokens: int,
-    top_k: int,
-    experts: int,
-    hidden: int,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    tokens: int, top_k: int, experts: int, hidden: int, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     program = helpers.dispatch_combine(group, num_experts=experts, implementation=implementation)
     case = helpers.draw_case(rng, 4, tokens, top_k, experts, hidden)
@@ -68,7 +62,7 @@ def test_many_tokens_experts_or_values(
     ("ids_dtype", "weights_dtype"), [(np.int8, ml_dtypes.bfloat16), (np.uint32, np.float16), (np.int64, np.float64)]
 )
 def test_ids_and_weights_are_cast(
-    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, group: Group, rng: np.random.Generator
+    ids_dtype: Any, weights_dtype: Any, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """The gradient comes in the dtype of the weights; an id beyond int32 is invalid, and not wrapped around."""
     case = helpers.draw_case(rng, 4, 6, 3, EXPERTS, 16)
@@ -94,9 +88,7 @@ def test_ids_and_weights_are_cast(
 
 
 @pytest.mark.usefixtures("native")
-def test_a_search_for_nan_finds_none(
-    open_group: OpenGroup, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_for_nan_finds_none(open_group: OpenGroup, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backward pass of a layer keeps are results of a program, too."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group, case = open_group(4), helpers.draw_case(rng, 4, 40, 2, EXPERTS, 128)
@@ -128,13 +120,7 @@ def float8_rows(group: Group, **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 @pytest.mark.parametrize("expand", [True, False])
 def test_float8_rows(
-    expand: bool,
-    tokens: int,
-    hidden: int,
-    dtype: np.dtype,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    expand: bool, tokens: int, hidden: int, dtype: np.dtype, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     case = helpers.draw_case(rng, 4, tokens, 3, EXPERTS, hidden, dtype)
     case.tokens[:, 1, :128] = 0  # a block without a largest value
@@ -157,7 +143,7 @@ def test_float8_rows(
     np.testing.assert_array_equal(wide[filled], rounded[filled])
 
 
-def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(2)
     case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
     dispatched = helpers.fetch(float8_rows(group, implementation="xla", capacity=4)(*case))
@@ -168,9 +154,7 @@ def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: np.ran
 
 @pytest.mark.parametrize("wire", [None, "float8", "float8_rows"])
 @pytest.mark.parametrize(("options", "slots"), [({}, True), ({"capacity": 40, "on_overflow": "drop"}, False)], ids=str)
-def test_a_slot_for_each_token(
-    options: dict[str, Any], slots: bool, wire: Any, group: Group, rng: np.random.Generator
-) -> None:
+def test_a_slot_for_each_token(options: dict[str, Any], slots: bool, wire: Any, group: Group, rng: Rng) -> None:
     """Unless there are more slots than rows: then rows are expanded, and each is itself."""
 
     def body(*operands: jax.Array) -> Any:
@@ -186,7 +170,7 @@ def test_a_slot_for_each_token(
         np.testing.assert_array_equal(out.indices, np.where(used, np.arange(40), -1))
 
 
-def test_failure_makes_products_nan(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_failure_makes_products_nan(implementation: Implementation, group: Group, rng: Rng) -> None:
     """Also where rows are gathered by `indices`."""
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

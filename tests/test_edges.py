@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_cases as cases
+from helpers import Rng
 from test_nodes import over
 
-from jax_ep import (
-    Group,
-    Implementation,
-    NodeOptions,
-    SparseRows,
-    dispatch,
-    sparse_all_reduce,
-)
+from jax_ep import Group, Implementation, NodeOptions, SparseRows, dispatch, sparse_all_reduce
 from jax_ep.ops.moe import kernels, path
 from jax_ep.ops.moe.settings import DispatchConfig, worst_case_capacity
 
@@ -46,9 +40,7 @@ Shape = tuple[int, int, int]  # T, K, H
     ],
     ids=str,
 )
-def test_nothing(
-    shape: Shape, options: dict[str, Any], implementation: Implementation, rng: np.random.Generator
-) -> None:
+def test_nothing(shape: Shape, options: dict[str, Any], implementation: Implementation, rng: Rng) -> None:
     tokens, top_k, hidden = shape
     options = dict(options)
     nodes = options.pop("nodes", None)
@@ -78,9 +70,7 @@ def test_nothing(
 
 @pytest.mark.parametrize("shape", [(5, 0, 16), (0, 2, 16), (0, 0, 0)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"expand": False}, {"alignment": 8}], ids=str)
-def test_nothing_on_one_gpu(
-    shape: Shape, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-) -> None:
+def test_nothing_on_one_gpu(shape: Shape, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
     """What a group of one GPU does, on the CPU: nothing is exchanged."""
     monkeypatch.setattr("test_edges.SIZE", 1)
     for module in (path, kernels):
@@ -99,11 +89,7 @@ def test_whether_ids_may_overflow() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [
-        ({"ep": 2}, {}),
-        ({"ep": 2}, {"capacity": 4, "wire": "float8"}),
-        ({"node": 2, "ep": 2}, {"capacity": 4}),
-    ],
+    [({"ep": 2}, {}), ({"ep": 2}, {"capacity": 4, "wire": "float8"}), ({"node": 2, "ep": 2}, {"capacity": 4})],
     ids=["default", "float8", "nodes"],
 )
 @pytest.mark.usefixtures("native")
@@ -132,9 +118,7 @@ def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], i
 
 @pytest.mark.parametrize("shape", [{"ep": 2}, {"node": 2, "ep": 2}], ids=str)
 @pytest.mark.usefixtures("native")
-def test_rematerialized_layers_without_tokens(
-    shape: dict[str, int], implementation: Implementation, rng: np.random.Generator
-) -> None:
+def test_rematerialized_layers_without_tokens(shape: dict[str, int], implementation: Implementation, rng: Rng) -> None:
     """`jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No overflow is left to report."""
     if jax.default_backend() != "cpu":
         pytest.skip("XLA:GPU ends the process while it compiles this (jax 0.11.2)")
@@ -162,7 +146,7 @@ def test_rematerialized_layers_without_tokens(
         group.check()
 
 
-def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, rng: Rng) -> None:
 
     def body(tokens: jax.Array, ids: jax.Array) -> Any:
         options: dict[str, Any] = {"wire": "float8_rows", "capacity": 4}
@@ -179,12 +163,7 @@ def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 def test_ids_and_counts_beyond_all(
-    count: int,
-    dtype: Any,
-    sharded: bool,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    count: int, dtype: Any, sharded: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
     num_rows, entries = 33, 8

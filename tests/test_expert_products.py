@@ -44,7 +44,7 @@ def changed(model: Any, change: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", ["int8", "qwix"])
-def test_int8(name: str, group: jax_ep.Group, rng: np.random.Generator) -> None:
+def test_int8(name: str, group: jax_ep.Group, rng: helpers.Rng) -> None:
     """Scales and products are exact but for float32: the layer is that of the rounded matrices."""
     model, case, cotangent = draw(rng, np.float32)
     everything(case, rng)
@@ -67,7 +67,7 @@ def test_int8(name: str, group: jax_ep.Group, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_adapters(group: jax_ep.Group, rng: np.random.Generator) -> None:
+def test_adapters(group: jax_ep.Group, rng: helpers.Rng) -> None:
     """Gradients of the factors are those of the whole matrix M = base + a b: M' b^T and a^T M'; the base has none."""
     model, case, cotangent = draw(rng, np.float32)
 
@@ -78,12 +78,7 @@ def test_adapters(group: jax_ep.Group, rng: np.random.Generator) -> None:
     experts = changed(model, adapted)
     whole = model._replace(**{x: lora.base + lora.a @ lora.b for x, lora in experts.items()})
     out, (d_tokens, d_weights, leaves) = run(
-        group,
-        example.lora_dot,
-        model,
-        case.ids,
-        jax_ep.Experts(**experts),
-        cotangent,
+        group, example.lora_dot, model, case.ids, jax_ep.Experts(**experts), cotangent
     )
     wanted, gradient = moe_oracle.gated_experts(whole, case.ids, cotangent)
     assert_near((out, d_tokens, d_weights), (wanted, gradient.tokens, gradient.weights), 1e-5)
@@ -94,9 +89,7 @@ def test_adapters(group: jax_ep.Group, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
-def test_expert_and_weight_of_rows(
-    alignment: int, implementation: Any, group: jax_ep.Group, rng: np.random.Generator
-) -> None:
+def test_expert_and_weight_of_rows(alignment: int, implementation: Any, group: jax_ep.Group, rng: helpers.Rng) -> None:
     """Against one pass over the assignments in numpy; the weights of rows pull back to their assignments."""
     model, case, _ = draw(rng, np.float32)
     everything(case, rng)

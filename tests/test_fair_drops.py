@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from helpers import Case
 from test_nodes import assert_flat, flat, over
 
@@ -17,7 +17,7 @@ DROP: dict[str, Any] = {"on_overflow": "drop"}
 FEW, LATE = 40, helpers.LATE_TOKENS
 
 
-def skewed(rng: np.random.Generator, size: int, tokens: int, top_k: int, experts: int, hidden: int = 16) -> Case:
+def skewed(rng: Rng, size: int, tokens: int, top_k: int, experts: int, hidden: int = 16) -> Case:
     """Experts by Zipf's law, ranks that ask for much and for little; some ids are skipped, some invalid."""
     case = helpers.draw_case(rng, size, tokens, top_k, experts, hidden)
     zipf = 1 / np.arange(1, experts + 1)
@@ -60,7 +60,7 @@ def test_skewed_routings(
     alignment: int,
     implementation: Implementation,
     open_group: OpenGroup,
-    rng: np.random.Generator,
+    rng: Rng,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where rows are not expanded, those that `indices` name."""
@@ -81,7 +81,7 @@ def test_gradients(
     alignment: int,
     implementation: Implementation,
     open_group: OpenGroup,
-    rng: np.random.Generator,
+    rng: Rng,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The gradient of rows that experts made is zero in the padding, which lies elsewhere than where all fits."""
@@ -119,7 +119,7 @@ def test_gradients(
 @pytest.mark.parametrize(("nodes", "ranks", "experts"), [(2, 2, 12), (2, 4, 24)])
 @pytest.mark.parametrize("alignment", [1, 4])
 def test_across_nodes(
-    nodes: int, ranks: int, experts: int, alignment: int, implementation: Implementation, rng: np.random.Generator
+    nodes: int, ranks: int, experts: int, alignment: int, implementation: Implementation, rng: Rng
 ) -> None:
     """As in one group of all ranks; the experts of a node are no multiple of the ranks, so odd rows go elsewhere."""
     case = skewed(rng, nodes * ranks, FEW, 3, experts)

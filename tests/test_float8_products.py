@@ -26,7 +26,7 @@ def assert_rounded(found: np.ndarray, weights: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
-def test_rows(dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_rows(dtype: np.dtype, rng: helpers.Rng) -> None:
     """Ordinary values, zeros, subnormals, values beyond 448; a block with a NaN or an infinity is NaN."""
     rows = rng.standard_normal((64, 512)).astype(dtype)  # so large that XLA's maximum on a CPU drops NaN
     rows[0, :128], rows[1], rows[2, 5:9] = 0, rows[1] * 1000, np.finfo(np.float16).smallest_subnormal
@@ -44,7 +44,7 @@ def test_rows(dtype: np.dtype, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.isfinite(back), ~np.isnan(np.where(spoiled == 0, back, 0)))
 
 
-def test_weights(rng: np.random.Generator) -> None:
+def test_weights(rng: helpers.Rng) -> None:
     weights = rng.standard_normal((3, 256, 384)).astype(np.float32) * rng.lognormal(0, 3, (3, 256, 1)).astype(
         np.float32
     )
@@ -82,7 +82,7 @@ PRODUCTS = [
 ]
 
 
-def draw_product(case: Product, rng: np.random.Generator, spread: float = 2) -> tuple[Float8Rows, Float8Weights]:
+def draw_product(case: Product, rng: helpers.Rng, spread: float = 2) -> tuple[Float8Rows, Float8Weights]:
     """`spread`: of the magnitudes of terms in one sum, as a standard deviation of their logarithm."""
     rows = rng.standard_normal((case.rows, case.k)) * rng.lognormal(0, 2, (case.rows, 1))
     weights = rng.standard_normal((len(case.sizes), case.k, case.n)) * rng.lognormal(0, spread, (1, case.k, 1))
@@ -114,7 +114,7 @@ def assert_product(found: np.ndarray, expected: np.ndarray, magnitude: np.ndarra
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
 @pytest.mark.parametrize("result", ["bfloat16", "float32"])
-def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
+def test_products(case: Product, result: str, rng: helpers.Rng) -> None:
     operands = draw_product(case, rng)
     product = jax.jit(partial(float8.ragged_dot, preferred_element_type=jnp.dtype(result)))
     found = helpers.fetch(product(*operands, jnp.array(case.sizes)))
@@ -124,7 +124,7 @@ def test_products(case: Product, result: str, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
-def test_products_of_gathered_rows(case: Product, rng: np.random.Generator) -> None:
+def test_products_of_gathered_rows(case: Product, rng: helpers.Rng) -> None:
     """The bits of the product of rows that were taken before. -1 is a row of zeros, other indices outside are NaN."""
     (lhs, rhs), sizes = draw_product(case, rng), jnp.array(case.sizes)
     indices = rng.integers(-1, case.rows, case.rows, dtype=np.int32)
@@ -142,7 +142,7 @@ def test_products_of_gathered_rows(case: Product, rng: np.random.Generator) -> N
 
 @pytest.mark.parametrize("spread", [0, 2])
 @pytest.mark.parametrize("rows", [3, 128, 300])
-def test_dense_products(rows: int, spread: float, rng: np.random.Generator) -> None:
+def test_dense_products(rows: int, spread: float, rng: helpers.Rng) -> None:
     case = Product((rows,), rows, 384, 256)
     lhs, rhs = draw_product(case, rng, spread)
     found = helpers.fetch(jax.jit(float8.dot)(lhs, jax.tree.map(lambda x: x[0], rhs)))
@@ -150,7 +150,7 @@ def test_dense_products(rows: int, spread: float, rng: np.random.Generator) -> N
     assert_product(found, *multiplied(case, lhs, rhs), spread)
 
 
-def test_products_in_one_program(rng: np.random.Generator) -> None:
+def test_products_in_one_program(rng: helpers.Rng) -> None:
     """XLA does not leave out the rounding, though it sees what was rounded. Few terms: errors do not cancel out."""
     case = PRODUCTS[0]
     rows = (rng.standard_normal((case.rows, case.k)) * (rng.random((case.rows, case.k)) < 0.02)).astype(np.float32)
@@ -164,7 +164,7 @@ def test_products_in_one_program(rng: np.random.Generator) -> None:
     assert_product(helpers.fetch(found), *multiplied(case, *operands))
 
 
-def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
+def test_products_of_nan_and_infinity(rng: helpers.Rng) -> None:
     """Each reaches the rows and columns that it meets, and no others; but XLA multiplies rows by all matrices."""
     case = Product((40, 60), 100, 256, 256)
     lhs, rhs = draw_product(case, rng)
@@ -178,7 +178,7 @@ def test_products_of_nan_and_infinity(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(np.isfinite(found), expected)
 
 
-def test_products_of_a_batch(rng: np.random.Generator) -> None:
+def test_products_of_a_batch(rng: helpers.Rng) -> None:
     case = PRODUCTS[0]
     drawn = [draw_product(case, rng) for _ in range(2)]
     lhs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(rows for rows, _ in drawn))
@@ -188,7 +188,7 @@ def test_products_of_a_batch(rng: np.random.Generator) -> None:
         assert_product(each, *multiplied(case, rows, drawn[0][1]))
 
 
-def test_products_have_no_gradient(rng: np.random.Generator) -> None:
+def test_products_have_no_gradient(rng: helpers.Rng) -> None:
     lhs, rhs = draw_product(PRODUCTS[0], rng)
 
     def loss(scales: jax.Array) -> jax.Array:
@@ -264,7 +264,7 @@ def test_wrong_dtype_of_a_result() -> None:
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_gradients_pass_straight_through(quantized: bool, rng: np.random.Generator) -> None:
+def test_gradients_pass_straight_through(quantized: bool, rng: helpers.Rng) -> None:
     """Also where the result has another dtype than the rows: they are those of the product that is not rounded."""
     lhs = jnp.asarray(rng.standard_normal((9, 256)), BFLOAT16)
     rhs = jnp.asarray(rng.standard_normal((2, 256, 128)), BFLOAT16)
@@ -279,7 +279,7 @@ def test_gradients_pass_straight_through(quantized: bool, rng: np.random.Generat
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
+def test_quantized_matrices_have_no_gradient(rng: helpers.Rng) -> None:
     lhs, sizes = jnp.asarray(rng.standard_normal((8, 256)), BFLOAT16), jnp.array([3, 5])
     rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 256, 128)), jnp.float32))
 
@@ -290,7 +290,7 @@ def test_quantized_matrices_have_no_gradient(rng: np.random.Generator) -> None:
         jax.grad(loss)(rhs.scales)
 
 
-def test_weights_of_float8_arrays(group: Group, rng: np.random.Generator) -> None:
+def test_weights_of_float8_arrays(group: Group, rng: helpers.Rng) -> None:
     """They are those of the bits, of numpy, of JAX, and traced."""
     lhs, sizes = jnp.asarray(rng.standard_normal((8, 128)), jnp.float32), jnp.array([3, 5])
     matrices = rng.standard_normal((group.size, 2, 128, 128)).astype(np.float32)

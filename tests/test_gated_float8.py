@@ -10,7 +10,7 @@ import matrix_forms
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 
 from jax_ep._kit import gemm
 from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
@@ -29,7 +29,7 @@ SHAPES = [
 ]
 
 
-def draw(rng: np.random.Generator, shape: Any, *, one_matrix: bool) -> tuple[Any, ...]:
+def draw(rng: Rng, shape: Any, *, one_matrix: bool) -> tuple[Any, ...]:
     """Rows, group sizes, and gate and up, quantized."""
     rows, k, columns, sizes = shape
     gate, up = (rng.standard_normal((len(sizes), k, columns)).astype(helpers.DTYPES[0]) / k**0.5 for _ in range(2))
@@ -67,7 +67,7 @@ def assert_alike(ours: Float8Rows, parts: Float8Rows) -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("one_matrix", [False, True])
-def test_values(shape: Any, activation: Any, one_matrix: bool, rng: np.random.Generator) -> None:
+def test_values(shape: Any, activation: Any, one_matrix: bool, rng: Rng) -> None:
     """Against float64 of the rounded operands, and against the parts one after the other."""
     rows, sizes, *rhs = draw(rng, shape, one_matrix=one_matrix)
     ours, parts = both(activation, rows, sizes, *rhs)
@@ -83,7 +83,7 @@ def test_values(shape: Any, activation: Any, one_matrix: bool, rng: np.random.Ge
     assert np.all(np.abs(helpers.wide(np.asarray(dequantize(ours, jnp.float32))) - made) <= bound)
 
 
-def test_what_is_no_number(rng: np.random.Generator) -> None:
+def test_what_is_no_number(rng: Rng) -> None:
     """A NaN or an infinity spoils the blocks of its row, and nothing else; rows of zeros have the scale 1."""
     rows, sizes, *rhs = draw(rng, (200, 256, 256, (90, 110)), one_matrix=False)
     scales = np.array(rows.scales)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from helpers import DTYPES
+from helpers import DTYPES, Rng
 
 from jax_ep import Group, dispatch, lax
 from jax_ep._kit import ffi, gemm
@@ -92,14 +92,7 @@ def test_every_value(activation: Any, dtype: np.dtype, group: Group) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("tokens", "hidden", "width"), SHAPES)
 def test_shapes(
-    tokens: int,
-    hidden: int,
-    width: int,
-    biased: bool,
-    one_matrix: bool,
-    dtype: np.dtype,
-    group: Group,
-    rng: np.random.Generator,
+    tokens: int, hidden: int, width: int, biased: bool, one_matrix: bool, dtype: np.dtype, group: Group, rng: Rng
 ) -> None:
     program = layer_of(group, "silu", one_matrix, capacity=tokens * TOP_K + 40)
     for skipped in (0, tokens // 2):
@@ -118,9 +111,7 @@ def test_shapes(
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("one_matrix", [False, True])
 @pytest.mark.parametrize(("rows", "hidden", "width"), [(5, 8, 8), (300, 136, 72), (1500, 264, 328)])
-def test_kept_products(
-    rows: int, hidden: int, width: int, one_matrix: bool, dtype: np.dtype, rng: np.random.Generator
-) -> None:
+def test_kept_products(rows: int, hidden: int, width: int, one_matrix: bool, dtype: np.dtype, rng: Rng) -> None:
     """The bits of the products alone plus their biases, rounded once."""
     lhs = rng.standard_normal((rows, hidden)).astype(dtype)
     gate, up = (rng.standard_normal((2, EXPERTS, hidden, width)) / hidden**0.5).astype(dtype)
@@ -143,7 +134,7 @@ def test_kept_products(
 
 
 @on_hopper
-def test_its_derivative(rng: np.random.Generator) -> None:
+def test_its_derivative(rng: Rng) -> None:
     rows = jnp.asarray(rng.standard_normal((300, 64)), jnp.bfloat16)
     gate, up = jnp.asarray(rng.standard_normal((2, EXPERTS, 64, 72)) / 8, jnp.bfloat16)
     sizes = jnp.array([100, 0, 150, 30], jnp.int32)
@@ -185,7 +176,7 @@ def test_products_that_are_kept(one_matrix: bool) -> None:
 ADDED = 5  # groups
 
 
-def draw_sum(rng: np.random.Generator, rows: int, n: int, k: int, dtype: np.dtype, scale: float) -> Any:
+def draw_sum(rng: Rng, rows: int, n: int, k: int, dtype: np.dtype, scale: float) -> Any:
     cotangents = (rng.standard_normal((2, rows, k)) * scale).astype(dtype)
     rhs = (rng.standard_normal((2, ADDED, n, k)) / k**0.5).astype(dtype)
     sizes = rng.multinomial(rows - rows // 8, [0.5, 0.2, 0, 0.3, 0]).astype(np.int32)
@@ -197,7 +188,7 @@ def draw_sum(rng: np.random.Generator, rows: int, n: int, k: int, dtype: np.dtyp
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("tiny", [False, True], ids=["", "subnormal"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(5, 8, 8), (300, 72, 136), (1500, 328, 264), (4100, 640, 768)])
-def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_rounded_once(rows: int, n: int, k: int, tiny: bool, dtype: np.dtype, rng: Rng) -> None:
     """Half a unit in the last place of the exact sum, and what float32 loses of its terms."""
     scale = 4 * float(jnp.finfo(dtype).tiny) if tiny else 1
     cotangents, rhs, sizes = draw_sum(rng, rows, n, k, dtype, scale)
@@ -239,7 +230,7 @@ def test_kernels_of_a_layer(biased: bool, gradient: bool, group: Group) -> None:
     assert lowered.as_text().count('formula = "store", grouping = "m_grouped"') <= 1 + gradient
 
 
-def test_clamped_swiglu(rng: np.random.Generator) -> None:
+def test_clamped_swiglu(rng: Rng) -> None:
     """Its values and gradients, as torch.clamp has them where a product equals the limit."""
     gate, up, cotangent = rng.normal(0, 6, (3, 1000))
     gate[:4], up[2:8] = [7, 7, 50, -50], [7, -7, 7, -7, 50, -50]

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import Mesh
 
 from jax_ep import Experts, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
@@ -114,7 +114,7 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("timeout", [np.float32(30), pytest.param(10**400, id="huge"), float("inf")])
-def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(SIZE, timeout=timeout)
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
@@ -122,7 +122,7 @@ def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng:
     group.check()
 
 
-def test_closed(group: Group, rng: np.random.Generator) -> None:
+def test_closed(group: Group, rng: Rng) -> None:
     with group:
         assert not group.closed
     group.close()  # twice is fine
@@ -142,7 +142,7 @@ def test_describes_itself(group: Group) -> None:
     assert repr(group) == "Group(axis_name='ep', closed=True)"
 
 
-def test_results_describe_themselves(group: Group, rng: np.random.Generator) -> None:
+def test_results_describe_themselves(group: Group, rng: Rng) -> None:
     """By types, not values."""
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 128)
     options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "xla", "wire": "float8_rows"}
@@ -214,7 +214,7 @@ def test_arguments_in_another_order() -> None:
 
 
 def test_what_was_chosen_is_logged(
-    implementation: Implementation, group: Group, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+    implementation: Implementation, group: Group, rng: Rng, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     why = {"kernels": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]

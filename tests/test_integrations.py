@@ -33,11 +33,11 @@ class Bare:
         self.sown[name] = value
 
 
-def draw(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def draw(rng: helpers.Rng, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def draw_experts(rng: np.random.Generator) -> list[np.ndarray]:
+def draw_experts(rng: helpers.Rng) -> list[np.ndarray]:
     return [draw(rng, E, *shape) / shape[0] ** 0.5 for shape in ((D, F), (D, F), (F, D))]
 
 
@@ -110,7 +110,7 @@ def maxtext_layer(
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", MAXTEXT)
-def test_maxtext(name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maxtext(name: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `RoutedMoE.dense_matmul` has, of every token and every expert; logits are not those of the inputs."""
     real = ("maxtext.layers.moe", "maxtext.common.common_types")
     moe = upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
@@ -137,7 +137,7 @@ def test_maxtext(name: str, rng: np.random.Generator, monkeypatch: pytest.Monkey
     assert set(layer.sown) == {"te_moe_total_recv_tokens", "te_moe_recv_capacity_per_rank"}
 
 
-def test_maxtext_says_what_was_received(rng: np.random.Generator) -> None:
+def test_maxtext_says_what_was_received(rng: helpers.Rng) -> None:
     """The most assignments that a rank of any line has, and its capacity."""
     ids = rng.permuted(np.tile(np.arange(E), (B, S, 1)), axis=2)[:, :, :K].astype(np.int32)
     gate, up, down = map(jnp.asarray, draw_experts(rng))
@@ -156,7 +156,7 @@ def test_maxtext_says_what_was_received(rng: np.random.Generator) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tunix imports
-def test_tunix(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tunix(rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the layer itself computes on a CPU: all tokens by all experts."""
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("jax.experimental.shard_map")  # it imports this
@@ -184,7 +184,7 @@ def test_tunix(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("biases", [False, True])
-def test_easydel(biases: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_easydel(biases: bool, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its own `_sparse_moe_call` has on one device."""
     folder = "easydel.layers.moe."
     real = (folder + "_moe_module", folder + "_communication_utils")

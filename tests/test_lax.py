@@ -33,7 +33,7 @@ def exchange(over: Group, implementation: Implementation, **options: Any) -> Any
     return body
 
 
-def draw_slices(rng: np.random.Generator, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
+def draw_slices(rng: helpers.Rng, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
     """`each` slices from every rank to every rank, a third of them empty."""
     return slices_of(rng, rng.integers(0, 3, (size, size, each)), ROWS, ROWS, dtype)
 
@@ -50,7 +50,7 @@ NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
-def test_dtypes(dtype: np.dtype, implementation: Implementation, program: Any, rng: np.random.Generator) -> None:
+def test_dtypes(dtype: np.dtype, implementation: Implementation, program: Any, rng: helpers.Rng) -> None:
     """All that jax has, bit by bit."""
     if jax.default_backend() == "gpu" and implementation == "xla" and str(dtype) in NOT_GATHERED_BY_XLA:
         pytest.skip("XLA has no all-gather of this dtype on GPUs")
@@ -102,7 +102,7 @@ def test_constants_of_numpy_become_what_jax_has(
     np.testing.assert_array_equal(helpers.fetch(jax.jit(body)(np.ones(SIZE, np.int32))), np.ones(SIZE))
 
 
-def test_keys_of_random_numbers(program: Any, rng: np.random.Generator) -> None:
+def test_keys_of_random_numbers(program: Any, rng: helpers.Rng) -> None:
     slices = draw_slices(rng, each=1)
     operand, output = jax.random.split(jax.random.key(0), (2, SIZE, ROWS))
     actual = jax.random.key_data(program(operand, output, *slices))
@@ -113,7 +113,7 @@ def test_keys_of_random_numbers(program: Any, rng: np.random.Generator) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize("row", [(), (3,), (2, 7)], ids=str)
-def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program: Any, rng: np.random.Generator) -> None:
+def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program: Any, rng: helpers.Rng) -> None:
     for _ in range(5):
         slices = draw_slices(rng, each, dtype=np.uint32 if each == 3 else np.int32)
         operand, output = rng.standard_normal((2, SIZE, ROWS, *row)).astype(np.float32)
@@ -121,7 +121,7 @@ def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program:
         np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
 
 
-def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: np.random.Generator) -> None:
+def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: helpers.Rng) -> None:
     """The native call writes into the buffer of `output`: it must be a copy when `output` is used again."""
     slices = draw_slices(rng, each=1)
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
@@ -150,7 +150,7 @@ SPOILT = {
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", SPOILT)
 def test_bad_slices_are_reported_and_the_group_goes_on(
-    name: str, implementation: Implementation, group: Group, program: Any, rng: np.random.Generator
+    name: str, implementation: Implementation, group: Group, program: Any, rng: helpers.Rng
 ) -> None:
     good = draw_slices(rng, each=1)
     good.send_sizes[1, 2] = good.recv_sizes[2, 1] = 1
@@ -168,7 +168,7 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
 
 
 def test_no_rank_delivers_what_another_did_not_send(
-    implementation: Implementation, group: Group, program: Any, rng: np.random.Generator
+    implementation: Implementation, group: Group, program: Any, rng: helpers.Rng
 ) -> None:
     operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 3)).astype(np.int32)
     bad = draw_slices(rng, each=1)
@@ -186,7 +186,7 @@ def test_no_rank_delivers_what_another_did_not_send(
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
 def test_beyond_32_bits(
-    name: str, beyond: int, group: Group, program: Any, implementation: Implementation, rng: np.random.Generator
+    name: str, beyond: int, group: Group, program: Any, implementation: Implementation, rng: helpers.Rng
 ) -> None:
     """Reported, and not wrapped around to numbers that would do."""
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import Mesh
 from test_lax import ROWS, draw_slices, exchange
 
@@ -19,7 +19,7 @@ from jax_ep.lax import ragged_all_to_all
 SIZE = 4
 
 
-def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray:
+def draw_rows(rng: Rng, count: int, *leading: int) -> np.ndarray:
     return rng.standard_normal((count, *leading, ROWS, 3)).astype(np.float32)
 
 
@@ -29,11 +29,7 @@ def draw_rows(rng: np.random.Generator, count: int, *leading: int) -> np.ndarray
 )
 @pytest.mark.parametrize("each", [1, 2])
 def test_axis_index_groups(
-    parts: tuple[tuple[int, ...], ...],
-    each: int,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    parts: tuple[tuple[int, ...], ...], each: int, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Each part exchanges as a group of its own would, its ranks in the order given."""
     of_part = len(parts[0])
@@ -94,7 +90,7 @@ def test_what_jax_refuses_is_refused_in_its_words(name: str, wrong: jax.Array, w
 @pytest.mark.parametrize(
     "in_axes", [0, 1, (0, 0, None, None, None, None), (None, None, 0, 0, 0, 0), (0, None, 0, 0, 0, 0)], ids=str
 )
-def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: Rng) -> None:
     batch = 3
     operands = [*draw_rows(rng, 2, SIZE, batch)]
     drawn = [draw_slices(rng, 2) for _ in range(batch)]
@@ -109,7 +105,7 @@ def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: n
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
 
 
-def test_vmap_of_parts(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_vmap_of_parts(implementation: Implementation, group: Group, rng: Rng) -> None:
     """`jax.lax`'s own refuses a batch where there are axis_index_groups."""
     batch = 2
     operand, output = draw_rows(rng, 2, SIZE, batch)
@@ -125,7 +121,7 @@ def test_vmap_of_parts(implementation: Implementation, group: Group, rng: np.ran
         np.testing.assert_array_equal(actual[ranks, i], wanted)
 
 
-def test_tangents(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_tangents(implementation: Implementation, group: Group, rng: Rng) -> None:
     """It is linear: a tangent goes as the rows do. Its transpose belongs to it: <w, J v> = <J^T w, v>."""
     slices = draw_slices(rng, 2)
     operand, output, d_operand, d_output, cotangent = draw_rows(rng, 5, SIZE)
@@ -150,7 +146,7 @@ def test_tangents(implementation: Implementation, group: Group, rng: np.random.G
 
 @pytest.mark.parametrize("each", [1, 2])
 def test_the_gradient_of_a_row_that_is_sent_several_times(
-    each: int, implementation: Implementation, group: Group, rng: np.random.Generator
+    each: int, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """It is the sum of all cotangents, as of any value that is used several times."""
     slices = draw_slices(rng, each)

@@ -16,7 +16,7 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from helpers import DTYPES
 from layer_cases import (
     EXPERTS,
@@ -45,7 +45,7 @@ from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("form", ["silu", "biased", "of the user", "two matrices"])
-def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: Rng) -> None:
     """What the backward pass of a layer holds: each token where it landed, and the products before the unit."""
     group, held = open_group(1), []
     gated, two = Gated(lambda gate, up: jnp.tanh(gate) * (up + 1)), form == "two matrices"
@@ -79,7 +79,7 @@ def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
 @pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_against_the_chain(dtype: np.dtype, group: Group, rng: np.random.Generator) -> None:
+def test_against_the_chain(dtype: np.dtype, group: Group, rng: Rng) -> None:
     """Large enough that chance makes little of the errors."""
     tokens = 64
     capacity = SIZE * tokens * TOP_K
@@ -94,7 +94,7 @@ def test_against_the_chain(dtype: np.dtype, group: Group, rng: np.random.Generat
         assert_as_near(gradient, gradient_of_chain, moe_oracle.gated_experts(layer, case.ids, cotangent)[1])
 
 
-def draw_shared(rng: np.random.Generator) -> list[np.ndarray]:
+def draw_shared(rng: Rng) -> list[np.ndarray]:
     """Of twice the width; the same on all ranks."""
     shapes = ((HIDDEN, 2 * WIDTH), (HIDDEN, 2 * WIDTH), (2 * WIDTH, HIDDEN))
     drawn = ((rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32) for shape in shapes)
@@ -102,7 +102,7 @@ def draw_shared(rng: np.random.Generator) -> list[np.ndarray]:
 
 
 @pytest.mark.usefixtures("native")
-def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generator) -> None:
+def test_a_shared_expert_waits_for_no_rows(group: Group, rng: Rng) -> None:
     """Nor do rows wait for it: neither's products come into the other's operands, until both are added."""
     layer, case, _ = draw(rng, np.float32)
 
@@ -132,9 +132,7 @@ def test_a_shared_expert_waits_for_no_rows(group: Group, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("form", ["moe_mlp", "rows of a dispatch", "rows that hold an assignment"])
-def test_padding_and_an_infinite_slope(
-    form: str, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_padding_and_an_infinite_slope(form: str, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Padding tokens hold NaN, and at padding rows the unit has an infinite slope: neither is in a gradient, also of
     what the unit closes over, if the rows of a dispatch are masked before the unit."""
     how: Any = {"group": group, "implementation": implementation}
@@ -186,7 +184,7 @@ def test_padding_and_an_infinite_slope(
     ids=str,
 )
 def test_without_implicit_promotion(
-    options: dict[str, Any], implementation: Implementation, group: Group, rng: np.random.Generator
+    options: dict[str, Any], implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Layers with biases and a shared expert, where JAX refuses operands of different ranks or dtypes."""
     model, case, _ = draw(rng, np.float32, hidden=128, width=128)
@@ -205,7 +203,7 @@ def test_without_implicit_promotion(
         jax.eval_shape(helpers.per_rank(jax.grad(loss), group.mesh), model, case.ids)
 
 
-def test_stats(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_stats(implementation: Implementation, group: Group, rng: Rng) -> None:
     capacity = 8
     layer, case, _ = draw(rng, np.float32)
     zipf(case, rng)
@@ -269,7 +267,7 @@ def float8_chain(group: Group) -> Body:
     return layer
 
 
-def draw_float8(rng: np.random.Generator, dtype: Any, tokens: int = 12) -> tuple[Layer, np.ndarray, np.ndarray]:
+def draw_float8(rng: Rng, dtype: Any, tokens: int = 12) -> tuple[Layer, np.ndarray, np.ndarray]:
     case = helpers.draw_case(rng, 2, tokens, 2, 4, 256, np.dtype(dtype))
     case.ids[0, 0], case.ids[1, :, 1] = -1, case.ids[1, :, 0]
     layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, 4, 128)
@@ -279,7 +277,7 @@ def draw_float8(rng: np.random.Generator, dtype: Any, tokens: int = 12) -> tuple
 @pytest.mark.matrix(1)
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
-def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(2)
     layer, ids, cotangent = draw_float8(rng, dtype, tokens=96)
     both = float8_layer(group), float8_chain(group)
@@ -291,7 +289,7 @@ def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: n
     assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
 
 
-def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
     """Matrices that come in float8, or some of them, give the bits of those that the layer quantizes. Gradients in the
     tokens differ by the rounding of the matrices."""
     group = open_group(2)
@@ -313,7 +311,7 @@ def test_quantized_matrices(implementation: Implementation, open_group: OpenGrou
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
-def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(2)
     layer, ids, _ = draw_float8(rng, np.float32)
 

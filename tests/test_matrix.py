@@ -212,9 +212,7 @@ def cases(forms: Sequence[tuple[str, str]], transformations: Sequence[str]) -> I
 
 @pytest.mark.parametrize(("op", "name", "transformation"), list(cases(FORMS, [*TRANSFORMATIONS])))
 @pytest.mark.usefixtures("native")
-def test_numbers(
-    op: str, name: str, transformation: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the oracle, or the documented error."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")  # rows that nobody uses hold anything
     options, body, exact = OPS[op]
@@ -268,14 +266,14 @@ def opened(form: Form) -> Group:
     return over(2, 2, nodes=form["nodes"]) if "nodes" in form else Group(helpers.mesh_of(ep=size), "ep", timeout=30)
 
 
-def drawn(form: Form, layer: bool, size: int, batch: bool, rng: np.random.Generator) -> Operands:
+def drawn(form: Form, layer: bool, size: int, batch: bool, rng: helpers.Rng) -> Operands:
     if not batch:
         return matrix_forms.draw(form, layer, size, rng)
     each = [matrix_forms.draw(form, layer, size, rng) for _ in range(BATCH)]
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *each)
 
 
-def directions(operands: Operands, rng: np.random.Generator) -> tuple[Any, np.ndarray]:
+def directions(operands: Operands, rng: helpers.Rng) -> tuple[Any, np.ndarray]:
     """Tangents of the floats, and the cotangent of the sums."""
     tangents = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), operands.floats)
     tokens = (operands.floats | operands.known)["tokens"]

@@ -27,7 +27,7 @@ def gradient_of_logits(of_weights: np.ndarray, weights: np.ndarray, ids: np.ndar
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("axes", [(1, 1, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["sparse_matmul", "dispatched_matmul"])
-def test_values_and_gradients(name: str, axes: tuple[int, int, int], rng: np.random.Generator) -> None:
+def test_values_and_gradients(name: str, axes: tuple[int, int, int], rng: helpers.Rng) -> None:
     example = load("examples", "maxtext_moe")
     tokens = 5 * 8  # of all devices
     x, logits = (rng.standard_normal((tokens, width)).astype(np.float32) for width in (HIDDEN, EXPERTS))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from jax_ep import Group, Implementation, dispatch, matmul_all_reduce, sparse_all_reduce
@@ -30,7 +30,7 @@ def flat(*ranks: np.ndarray) -> list[np.ndarray]:
     return [x.reshape(-1, *x.shape[2:]) for x in ranks]
 
 
-def test_ops_over_two_axes(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_ops_over_two_axes(implementation: Implementation, rng: Rng) -> None:
     """Each gives what it gives over one axis of as many devices in this order, as do a layer's gradients. NCCL may add
     in another order, in the last two."""
     rows = rng.standard_normal((SIZE * 6, HIDDEN)).astype(np.float32)
@@ -97,7 +97,7 @@ def test_wrong_axes(axes: Any, error: type[Exception], match: str) -> None:
         Group(helpers.mesh_of(context=1, expert=1), axes)
 
 
-def test_axes_left_to_the_compiler(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_axes_left_to_the_compiler(implementation: Implementation, rng: Rng) -> None:
     """No type says how they shard an operand, so they are refused; a shard_map inside over them says it."""
     mesh = helpers.mesh_of(dp=2, ep=2)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
@@ -125,7 +125,7 @@ def test_axes_left_to_the_compiler(implementation: Implementation, rng: np.rando
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
 
 
-def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_equal_sub_meshes(implementation: Implementation, rng: Rng) -> None:
     """Types cannot tell them apart, so a call of the lax op names its group."""
     devices = helpers.mesh_of(ep=SIZE).devices
     halves = [Mesh(devices[i : i + 2], ("ep",)) for i in (0, 2)]
@@ -152,7 +152,7 @@ def test_equal_sub_meshes(implementation: Implementation, rng: np.random.Generat
                 exchange(halves[1], first).lower(rows, *slices)
 
 
-def test_a_mesh_without_devices(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_a_mesh_without_devices(implementation: Implementation, rng: Rng) -> None:
     """A shard_map over an AbstractMesh finds the group by its axes and sizes."""
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     mesh = helpers.mesh_of(ep=SIZE)
@@ -184,9 +184,7 @@ MESHES: list[tuple[dict[str, int], Any]] = [
 
 
 @pytest.mark.parametrize(("shape", "axes"), MESHES, ids=str)
-def test_one_group_for_each_line(
-    shape: dict[str, int], axes: Any, implementation: Implementation, rng: np.random.Generator
-) -> None:
+def test_one_group_for_each_line(shape: dict[str, int], axes: Any, implementation: Implementation, rng: Rng) -> None:
     """Ranks are numbered as `jax.lax.axis_index` does, and `PartitionSpec`: the last axis of a tuple runs fastest."""
     mesh, names = helpers.mesh_of(**shape), list(shape)
     along = [names.index(axis) for axis in ([axes] if isinstance(axes, str) else axes)]
@@ -213,7 +211,7 @@ def test_one_group_for_each_line(
 
 
 def test_ranks_follow_the_mesh_not_the_device_ids(
-    implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
+    implementation: Implementation, open_group: OpenGroup, rng: Rng
 ) -> None:
     size = min(4, helpers.largest_size())
     mesh = Mesh(np.array(jax.devices()[: -size - 1 : -1]), ("ep",))
@@ -256,11 +254,7 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
 @pytest.mark.parametrize("unvarying", ["tokens", "ids", "weights", "tokens ids weights"])
 def test_operands_equal_on_all_ranks(
-    unvarying: str,
-    axes: dict[str, int],
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: np.random.Generator,
+    unvarying: str, axes: dict[str, int], implementation: Implementation, open_group: OpenGroup, rng: Rng
 ) -> None:
     """`check_vma=True` knows them as unvarying; values and gradients are those of operands that are repeated."""
     mesh = helpers.mesh_of(**axes)

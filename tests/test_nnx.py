@@ -33,7 +33,7 @@ def text(step: int) -> np.ndarray:
     return ord("a") + (start + np.arange(SMALL["context"] + 1)) % 26
 
 
-def test_values_of_a_layer(example: ModuleType, implementation: Implementation, rng: np.random.Generator) -> None:
+def test_values_of_a_layer(example: ModuleType, implementation: Implementation, rng: helpers.Rng) -> None:
     config = example.Config(implementation=implementation, **SMALL)
     x = rng.standard_normal((BATCH, config.d_model)).astype(np.float32)
     with opened(2, 2) as group, jax.set_mesh(group.mesh):

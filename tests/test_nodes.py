@@ -94,7 +94,7 @@ def assert_there_and_back(
     helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
 
 
-def uneven(rng: np.random.Generator, size: int, hidden: int = HIDDEN, dtype: Any = np.float32) -> helpers.Case:
+def uneven(rng: helpers.Rng, size: int, hidden: int = HIDDEN, dtype: Any = np.float32) -> helpers.Case:
     """Two thirds of all assignments to three experts, some to none, some out of bounds."""
     case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, hidden, np.dtype(dtype))
     hot = rng.random(case.ids.shape) < 2 / 3
@@ -110,7 +110,7 @@ WAY, ROOM = r"tokens for a node but nodes\.capacity is 3", r"needs \d+ rows but 
 
 @pytest.mark.parametrize(("capacity", "node_capacity", "match"), [(16, None, ROOM), (None, 3, WAY), (2, 3, WAY)])
 def test_overflow_delivers_nothing(
-    capacity: Any, node_capacity: Any, match: str, implementation: Implementation, rng: np.random.Generator
+    capacity: Any, node_capacity: Any, match: str, implementation: Implementation, rng: helpers.Rng
 ) -> None:
     """Each time, and of the way first, where tokens for a node find no room there and the others are too many rows."""
     case = uneven(rng, 8)
@@ -126,7 +126,7 @@ def test_overflow_delivers_nothing(
         assert np.isfinite(out.rows).all()
 
 
-def test_float8_on_both_wires(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_float8_on_both_wires(implementation: Implementation, rng: helpers.Rng) -> None:
     """Rows are rounded once, whatever ways they take."""
     case = uneven(rng, 4, 256, helpers.DTYPES[0])
     case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
@@ -147,7 +147,7 @@ def test_float8_on_both_wires(implementation: Implementation, rng: np.random.Gen
     np.testing.assert_array_equal(helpers.wide(wide.astype(case.tokens.dtype)), helpers.wide(expected.rows))
 
 
-def test_what_does_not_leave_a_node(rng: np.random.Generator) -> None:
+def test_what_does_not_leave_a_node(rng: helpers.Rng) -> None:
     with over(2, 2) as group:
         assert group._resolve("ragged_all_to_all", "auto") == "xla"
         with pytest.raises(PlatformError, match="ragged_all_to_all: groups across nodes need implementation='xla'"):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import Rng
 from jax.sharding import PartitionSpec as P
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_there_and_back, over, run, uneven
 
@@ -36,9 +37,7 @@ WAYS = [
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_there_and_back(
-    way: Any, implementation: Implementation, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_there_and_back(way: Any, implementation: Implementation, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody writes is NaN before."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     nodes, ranks, node_capacity, wire, dtype, chunks = way
@@ -67,9 +66,7 @@ def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
 
 @pytest.mark.optimized
 @pytest.mark.parametrize(("node_capacity", "chunks", "check_vma"), [(None, 2, True), (4, 4, False)])
-def test_the_bits_are_those_of_whole_tokens(
-    node_capacity: int | None, chunks: int, check_vma: bool, rng: np.random.Generator
-) -> None:
+def test_the_bits_are_those_of_whole_tokens(node_capacity: int | None, chunks: int, check_vma: bool, rng: Rng) -> None:
     """Forward and backward, in 16 bits; of routings whose rows do not fit, too."""
     case = uneven(rng, 4, dtype=helpers.DTYPES[0])
     operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (*case, case.tokens[:, ::-1])]

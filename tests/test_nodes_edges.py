@@ -23,7 +23,7 @@ from jax_ep.runtime.progress import Progress
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
-def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: np.random.Generator) -> None:
+def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: helpers.Rng) -> None:
     """What is counted stays int32, so that combine takes the routing."""
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
@@ -79,7 +79,7 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
         assert last.startswith("combine capacity=")
 
 
-def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.random.Generator) -> None:
+def test_a_routing_that_names_no_token(implementation: Implementation, rng: helpers.Rng) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2, nodes=NodeOptions(3)) as group:
         operands = helpers.on_mesh(group.mesh, case)
@@ -98,7 +98,7 @@ def test_a_routing_that_names_no_token(implementation: Implementation, rng: np.r
             assert np.isnan(sums).all()
 
 
-def test_a_routing_of_another_kind(rng: np.random.Generator) -> None:
+def test_a_routing_of_another_kind(rng: helpers.Rng) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
         operands = helpers.on_mesh(group.mesh, case)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from traces import (
     assert_causes_precede,
     assert_complete,
@@ -33,7 +33,7 @@ SIZE, EXPERTS, TOKENS = 4, 8, 600
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def draw(rng: np.random.Generator, tokens: int = TOKENS, size: int = SIZE) -> helpers.Case:
+def draw(rng: Rng, tokens: int = TOKENS, size: int = SIZE) -> helpers.Case:
     return helpers.draw_case(rng, size, tokens, 4, EXPERTS, 128)
 
 
@@ -42,7 +42,7 @@ def round_trip(group: Group, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("wire", [None, "float8"])
-def test_every_rank_has_every_phase(wire: Any, group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_every_rank_has_every_phase(wire: Any, group: Group, rng: Rng, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     both = helpers.round_trip(group, num_experts=EXPERTS, wire=wire, implementation="kernels")
     loss = jax.grad(lambda *x: jnp.sum(both(*x)[1] ** 2))
@@ -71,7 +71,7 @@ def test_ragged_all_to_all(group: Group, tmp_path: Path) -> None:
     assert_complete(path, SIZE, ["ragged_all_to_all"])
 
 
-def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: Rng, tmp_path: Path) -> None:
     """One compiled program runs before, inside and after two profiles."""
     program, case = round_trip(group), draw(rng)
     ops = {}
@@ -89,7 +89,7 @@ def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: np.rando
     assert slices(tmp_path / "idle.json") == []
 
 
-def test_groups_that_open_and_close_inside(rng: np.random.Generator, tmp_path: Path) -> None:
+def test_groups_that_open_and_close_inside(rng: Rng, tmp_path: Path) -> None:
     path, case = tmp_path / "trace.json", draw(rng, tokens=16, size=2)
     with Group(helpers.mesh_of(ep=2), "ep") as outer, jax_ep.profile(path):
         helpers.fetch(round_trip(outer)(*case))
@@ -102,7 +102,7 @@ def test_groups_that_open_and_close_inside(rng: np.random.Generator, tmp_path: P
     assert epochs == {0: {1, 2}, 1: {1, 2}, 2: {1, 2, 3, 4}, 3: {1, 2, 3, 4}}
 
 
-def test_lines_of_a_mesh(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_lines_of_a_mesh(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
     group, path = open_group(mesh=helpers.mesh_of(dp=2, ep=2)), tmp_path / "trace.json"
     with jax_ep.profile(path):
         helpers.fetch(round_trip(group)(*helpers.on_mesh(group.mesh, draw(rng))))
@@ -111,9 +111,7 @@ def test_lines_of_a_mesh(open_group: OpenGroup, rng: np.random.Generator, tmp_pa
     assert names == [f"rank {rank} of 'ep', line {line}" for line in range(2) for rank in range(2)]
 
 
-def test_a_long_profile_keeps_its_end_and_says_so(
-    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path
-) -> None:
+def test_a_long_profile_keeps_its_end_and_says_so(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
     group, path, steps = open_group(2), tmp_path / "trace.json", 4000
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
 
@@ -141,7 +139,7 @@ def test_a_long_profile_keeps_its_end_and_says_so(
     assert_complete(path, 2, ["dispatch", "combine"])
 
 
-def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
     """Who waited, and for how long; the exception passes through."""
     timeout, stalled = 0.5, 3
     group, path = open_group(SIZE, timeout=timeout), tmp_path / "trace.json"
@@ -160,7 +158,7 @@ def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: np.random.Generato
         assert any(s.name == "give up" for s in slices(path))
 
 
-def test_profiles_do_not_nest(group: Group, rng: np.random.Generator, tmp_path: Path) -> None:
+def test_profiles_do_not_nest(group: Group, rng: Rng, tmp_path: Path) -> None:
     program, case = round_trip(group), draw(rng)
     with jax_ep.profile(tmp_path / "outer.json"):
         with (

@@ -70,7 +70,7 @@ class Operands(NamedTuple):
     cotangent: Any
 
 
-def draw(rng: np.random.Generator, case: Case, dtype: np.dtype) -> Operands:
+def draw(rng: helpers.Rng, case: Case, dtype: np.dtype) -> Operands:
     """Indices are repeated, and -1 is among them."""
     lhs = rng.standard_normal((case.of or case.rows, case.contracted)).astype(dtype)
     rhs = rng.standard_normal((len(case.sizes), case.contracted, case.columns)).astype(dtype)
@@ -120,7 +120,7 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, rounding
     ("dtype", "result"), [*((dtype, None) for dtype in (BFLOAT16, FLOAT16, FLOAT32)), (BFLOAT16, FLOAT32)], ids=str
 )
 @pytest.mark.parametrize("case", CASES + GATHERED, ids=str)
-def test_product_and_gradients(case: Case, dtype: np.dtype, result: Any, rng: np.random.Generator) -> None:
+def test_product_and_gradients(case: Case, dtype: np.dtype, result: Any, rng: helpers.Rng) -> None:
     """The cotangents of gathered rows are rounded before they are summed."""
     operands = draw(rng, case, dtype)
     found = jax.jit(partial(product_and_gradients, result=result))(*operands)
@@ -131,7 +131,7 @@ def test_product_and_gradients(case: Case, dtype: np.dtype, result: Any, rng: np
 
 
 @pytest.mark.usefixtures("core")
-def test_other_groups_are_not_seen(rng: np.random.Generator) -> None:
+def test_other_groups_are_not_seen(rng: helpers.Rng) -> None:
     """NaN and infinity in one group, and behind the last, stay there in the product and in both gradients."""
     operands = draw(rng, Case(100, 64, 72, (30, 21, 40)), BFLOAT16)
     bad, clean = slice(30, 51), np.r_[0:30, 51:91]
@@ -147,7 +147,7 @@ def test_other_groups_are_not_seen(rng: np.random.Generator) -> None:
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("bad", [-2, 40, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
-def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: np.random.Generator) -> None:
+def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: helpers.Rng) -> None:
     operands = draw(rng, Case(200, 64, 72, (70, 60, 50), of=40), BFLOAT16)
     right = exact(*operands)
     at = rng.integers(70, 130)
@@ -171,12 +171,12 @@ def test_nothing_to_gather(rows: int, indices: int) -> None:
         assert not np.asarray(x).any()
 
 
-def test_gradients_have_the_same_bits_each_time(rng: np.random.Generator) -> None:
+def test_gradients_have_the_same_bits_each_time(rng: helpers.Rng) -> None:
     helpers.assert_same_bits_again(jax.jit(product_and_gradients), draw(rng, GATHERED[3], BFLOAT16), 1)
 
 
 @pytest.mark.usefixtures("core")
-def test_inside_shard_map_and_scan(rng: np.random.Generator) -> None:
+def test_inside_shard_map_and_scan(rng: helpers.Rng) -> None:
     """Unvarying weights get the sum of all devices' gradients; `check_vma` is on."""
     if "cpu" in gemm.pallas_platforms():
         pytest.skip("Pallas interprets inside shard_map with check_vma=False alone")
@@ -208,7 +208,7 @@ def test_inside_shard_map_and_scan(rng: np.random.Generator) -> None:
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("batched", [(0, 0, 0), (0, 0, 0, 0), (None, None, None, 0), (0, None, None, None)], ids=str)
-def test_vmap(batched: tuple[int | None, ...], rng: np.random.Generator) -> None:
+def test_vmap(batched: tuple[int | None, ...], rng: helpers.Rng) -> None:
     case, count = Case(30, 16, 24, (10, 5, 12), of=7 if len(batched) > 3 else 0), 3
     drawn = [draw(rng, case, BFLOAT16) for _ in range(count)]
     operands = [np.stack(x) if b == 0 else x[0] for x, b in zip(zip(*drawn, strict=True), batched, strict=False)]
@@ -251,7 +251,7 @@ def test_bad_operands_are_refused() -> None:
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("gathers", [False, True])
-def test_sizes_beyond_32_bits(gathers: bool, rng: np.random.Generator) -> None:
+def test_sizes_beyond_32_bits(gathers: bool, rng: helpers.Rng) -> None:
     lhs, rhs, *_ = draw(rng, Case(8, 8, 8, (0, 0)), FLOAT32)
     indices = np.arange(8) if gathers else None
     out = ragged_dot(lhs, rhs, cast(Any, [3, 2**31]), lhs_indices=cast(Any, indices))
@@ -282,7 +282,7 @@ HIGHEST, BY_BFLOAT16 = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF1
 @pytest.mark.parametrize("precision", [None, (HIGHEST, HIGHEST), BY_BFLOAT16, "highest"], ids=str)
 @pytest.mark.parametrize("sizes", [jnp.int8, jnp.uint32])
 def test_the_forms_of_other_libraries_tests(
-    dtypes: tuple[str, str], result: Any, precision: Any, sizes: Any, rng: np.random.Generator
+    dtypes: tuple[str, str], result: Any, precision: Any, sizes: Any, rng: helpers.Rng
 ) -> None:
     """What tokamax' and JAX's own tests pass: it does as `jax.lax.ragged_dot` does, or is refused as there."""
     case = Case(48, 16, 24, (20, 0, 23))
@@ -315,7 +315,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "result"), [(BFLOAT16, None), (FLOAT32, None), (BFLOAT16, FLOAT32)], ids=str)
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]], ids=str)
-def test_general(case: Case, form: str, dtype: Any, result: Any, rng: np.random.Generator) -> None:
+def test_general(case: Case, form: str, dtype: Any, result: Any, rng: helpers.Rng) -> None:
     """A product of a matrix transposed, and one over the rows of groups: values and gradients."""
     lhs, rhs, sizes, _, rows = draw(rng, case, dtype)
     left, right = {"plain": (lhs, rhs), "transposed": (rows, rhs), "contracted": (lhs, rows)}[form]
@@ -416,7 +416,7 @@ def exact_batches(by: Any, x: Both, d: Both, w: Any) -> Any:
     [(jacobians, exact_jacobians), (second_derivatives, exact_second_derivatives), (batches, exact_batches)],
     ids=["jacobians", "second derivatives", "batches"],
 )
-def test_derivatives_in_batches(form: str, derivatives: Any, exactly: Any, rng: np.random.Generator) -> None:
+def test_derivatives_in_batches(form: str, derivatives: Any, exactly: Any, rng: helpers.Rng) -> None:
     """Of small integers, which have no rounding."""
     rows, n, sizes = 5, 8, np.array([2, 0, 2], np.int32)
     indices = np.array([2, 0, -1, 2, 1]) if form == "gathered" else np.arange(rows)
@@ -445,7 +445,7 @@ def test_derivatives_in_batches(form: str, derivatives: Any, exactly: Any, rng: 
         np.testing.assert_array_equal(np.asarray(mine, np.float64).reshape(right.shape), right)
 
 
-def test_other_forms_are_jax_own(rng: np.random.Generator) -> None:
+def test_other_forms_are_jax_own(rng: helpers.Rng) -> None:
     """A batch of matrices of which groups divide the contraction, and groups of columns that are no rows."""
     lhs, rhs, sizes = (
         jnp.asarray(rng.standard_normal((3, 4, 8))),
@@ -463,7 +463,7 @@ def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: helpers.Rng) -> None:
     """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's.
 
     The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing.

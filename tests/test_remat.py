@@ -8,7 +8,6 @@ import helpers
 import jax
 import jax.numpy as jnp
 import moe_oracle
-import numpy as np
 import pytest
 from test_matrix import COMBINED, DISPATCHED, POLICIES
 
@@ -67,7 +66,7 @@ def gradient_of_layers(group: Group, layer: Callable[..., jax.Array], policy: An
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("form", [chain, layer])
 @pytest.mark.parametrize("policy", policies())
-def test_what_runs_again(form: Any, policy: str, group: Group, rng: np.random.Generator) -> None:
+def test_what_runs_again(form: Any, policy: str, group: Group, rng: helpers.Rng) -> None:
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     matrices = moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, HIDDEN)[2:]
     chosen, dispatches, combines = policies()[policy]

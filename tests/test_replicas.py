@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
+from helpers import Rng
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Experts, Group, Implementation, moe_mlp, nn
@@ -17,7 +18,7 @@ SIZE, EXPERTS = 4, 16
 
 
 @pytest.mark.parametrize(("num_ranks", "num_slots"), [(4, 16), (4, 24), (8, 32), (2, 18)])
-def test_replicas(num_ranks: int, num_slots: int, rng: np.random.Generator) -> None:
+def test_replicas(num_ranks: int, num_slots: int, rng: Rng) -> None:
     load = rng.zipf(1.5, EXPERTS).clip(max=1000).astype(np.float64)
     plan = nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots)
     np.testing.assert_array_equal(plan.counts, np.bincount(plan.experts, minlength=EXPERTS))
@@ -33,7 +34,7 @@ def test_replicas(num_ranks: int, num_slots: int, rng: np.random.Generator) -> N
 
 
 @pytest.mark.parametrize("groups", [None, 8])
-def test_replicas_in_nodes(groups: int | None, rng: np.random.Generator) -> None:
+def test_replicas_in_nodes(groups: int | None, rng: Rng) -> None:
     """An expert's replicas, and the experts of a group, are on one node; nodes are as even as their packing can be."""
     nodes, load = 4, rng.uniform(1, 9, EXPERTS)
     plan = nn.plan_replicas(load, num_ranks=8, num_slots=32, num_nodes=nodes, groups=groups)
@@ -46,7 +47,7 @@ def test_replicas_in_nodes(groups: int | None, rng: np.random.Generator) -> None
     assert (busy.max(axis=1) <= busy.mean(axis=1) + (load / plan.counts).max()).all()
 
 
-def test_layers_have_plans_of_their_own(rng: np.random.Generator) -> None:
+def test_layers_have_plans_of_their_own(rng: Rng) -> None:
     load = rng.uniform(1, 9, (3, EXPERTS))
     options: Any = {"num_ranks": 4, "num_slots": 24}
     whole = nn.plan_replicas(load, **options)
@@ -59,7 +60,7 @@ def test_layers_have_plans_of_their_own(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
-def test_a_plan_keeps_what_it_can(nodes: int, rng: np.random.Generator) -> None:
+def test_a_plan_keeps_what_it_can(nodes: int, rng: Rng) -> None:
     """Of the same loads all; of similar ones most, where a plan of its own would move most, and nearly as evenly."""
     load = rng.uniform(1, 9, 64)
     options: Any = {"num_ranks": 8, "num_slots": 96, "num_nodes": nodes}
@@ -144,7 +145,7 @@ def test_ids_that_do_not_hold_the_number_of_slots(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("offset", [5, helpers.BIG])
-def test_turns_do_not_follow_the_order_of_tokens(offset: int, rng: np.random.Generator) -> None:
+def test_turns_do_not_follow_the_order_of_tokens(offset: int, rng: Rng) -> None:
     """Every second token goes to a busy expert, and its replicas still get as many each."""
     plan = nn.plan_replicas(np.array([9.0, 1, 4, 1]), num_ranks=1, num_slots=7)
     ids: Any = rng.integers(-1, 5, (40, 3)).astype(np.int32)  # 4 is no expert
@@ -177,9 +178,7 @@ def test_replicas_of_no_loads_are_spread() -> None:
     np.testing.assert_array_equal(nn.plan_replicas(np.zeros(6), num_ranks=4, num_slots=8).counts, [2, 2, 1, 1, 1, 1])
 
 
-def test_matrices_go_out_and_gradients_come_home(
-    implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_matrices_go_out_and_gradients_come_home(implementation: Implementation, group: Group, rng: Rng) -> None:
     """Of any pytree, to the last bit: whole numbers have the sums of one copy, in bfloat16 rounded once."""
     size, experts, slots = SIZE, 8, 24
     plan = nn.plan_replicas(rng.zipf(1.3, experts).clip(max=50), num_ranks=size, num_slots=slots)
@@ -212,7 +211,7 @@ def test_matrices_go_out_and_gradients_come_home(
 
 
 @pytest.mark.usefixtures("native")
-def test_a_layer_of_replicas_trains(group: Group, rng: np.random.Generator) -> None:
+def test_a_layer_of_replicas_trains(group: Group, rng: Rng) -> None:
     """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
     size = experts = SIZE
     case = helpers.draw_case(rng, size, 16, 2, experts, 8)

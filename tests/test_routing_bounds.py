@@ -21,7 +21,7 @@ SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN, CAPACITY = 2, 6, 3, 8, 16, 40
 LEAVES = ("targets", "row_of", "weights", "counts", "dropped", "invalid")
 
 
-def dispatched(group: Group, rng: np.random.Generator) -> tuple[helpers.Case, Dispatched]:
+def dispatched(group: Group, rng: helpers.Rng) -> tuple[helpers.Case, Dispatched]:
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
         return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
 
@@ -76,9 +76,7 @@ def assert_works(group: Group, case: helpers.Case, out: Dispatched) -> None:
         (gradient, "counts", TOKENS * TOP_K + 1),
     ],
 )
-def test_out_of_bounds(
-    program: Any, leaf: str, limit: int, native: None, group: Group, rng: np.random.Generator
-) -> None:
+def test_out_of_bounds(program: Any, leaf: str, limit: int, native: None, group: Group, rng: helpers.Rng) -> None:
     case, out = dispatched(group, rng)
     run = program(group)
     for value in (limit, helpers.BIG, *((-1, -helpers.BIG) if leaf == "counts" else ())):
@@ -98,7 +96,7 @@ def test_out_of_bounds(
     assert_works(group, case, out)
 
 
-def test_xla_gives_nan_for_rows_that_are_not(native: None, group: Group, rng: np.random.Generator) -> None:
+def test_xla_gives_nan_for_rows_that_are_not(native: None, group: Group, rng: helpers.Rng) -> None:
     case, out = dispatched(group, rng)
     program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
     actual = helpers.fetch(program(out.rows, spoilt(out.routing, "row_of", with_value(CAPACITY)))).copy()
@@ -109,9 +107,7 @@ def test_xla_gives_nan_for_rows_that_are_not(native: None, group: Group, rng: np
 
 @pytest.mark.parametrize("program", [combined, gradient])
 @pytest.mark.parametrize("largest", [CAPACITY + 10, helpers.BIG])
-def test_anything_in_the_leaves(
-    program: Any, largest: int, native: None, group: Group, rng: np.random.Generator
-) -> None:
+def test_anything_in_the_leaves(program: Any, largest: int, native: None, group: Group, rng: helpers.Rng) -> None:
     """Whatever they hold, the process lives on and the group works."""
     case, out = dispatched(group, rng)
     run = program(group)
@@ -143,7 +139,7 @@ def test_anything_in_the_leaves(
     ],
 )
 def test_leaf_refused_by_name(
-    nodes: int, leaf: str, change: Any, error: type[Exception], message: str, rng: np.random.Generator
+    nodes: int, leaf: str, change: Any, error: type[Exception], message: str, rng: helpers.Rng
 ) -> None:
     options: dict[str, Any] = {"on_overflow": "drop"} if nodes > 1 else {}
     with over(nodes, SIZE, nodes=NodeOptions(3)) if nodes > 1 else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
@@ -178,7 +174,7 @@ def test_leaf_refused_by_name(
     ],
 )
 def test_config_refused_by_name(
-    change: Any, error: type[Exception], message: str, native: None, group: Group, rng: np.random.Generator
+    change: Any, error: type[Exception], message: str, native: None, group: Group, rng: helpers.Rng
 ) -> None:
     _, out = dispatched(group, rng)
     config = change and dataclasses.replace(out.routing.config, **change)
@@ -186,7 +182,7 @@ def test_config_refused_by_name(
         jax.eval_shape(combined(group), out.rows, dataclasses.replace(out.routing, config=config))
 
 
-def test_replicated(native: None, group: Group, rng: np.random.Generator) -> None:
+def test_replicated(native: None, group: Group, rng: helpers.Rng) -> None:
     """By P() every rank is given the same: that of all ranks, of another shape, or that of one."""
     _, out = dispatched(group, rng)
     rows = out.rows.reshape(-1, HIDDEN)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from test_nodes import over
 
 from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(rng: np.random.Generator) -> tuple[Any, ...]:
+def draw(rng: Rng) -> tuple[Any, ...]:
     """Tokens, weights and matrices, ids, and a cotangent. Some ids are skipped, or invalid."""
     case = helpers.draw_case(rng, 1, TOKENS, TOP_K, EXPERTS, HIDDEN, helpers.DTYPES[2])
     case.ids[0, 0, 0], case.ids[0, 1, 1] = -1, EXPERTS + 3
@@ -63,7 +63,7 @@ def layer(group: Group, shared: bool, check_vma: bool = True, **options: Any) ->
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("form", FORMS)
-def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: Rng) -> None:
     """Those of a layer on one rank."""
     operands = draw(rng)
     found = helpers.fetch(layer(open_group(SIZE), True, check_vma, **FORMS[form])(*operands))
@@ -85,7 +85,7 @@ def test_numbers(form: str, check_vma: bool, open_group: OpenGroup, rng: np.rand
 @pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_one_rank(check_vma: bool, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_one_rank(check_vma: bool, open_group: OpenGroup, rng: Rng) -> None:
     """The bits of the plain layer, also of gradients."""
     floats, ids, cotangent = draw(rng)
     operands = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (floats, cotangent))
@@ -112,7 +112,7 @@ def test_sums_are_rounded_once(open_group: OpenGroup) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 1)])
-def test_node_options_do_not_matter(shape: tuple[int, int], open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_node_options_do_not_matter(shape: tuple[int, int], open_group: OpenGroup, rng: Rng) -> None:
     """Tokens do not travel, so that each finds room."""
     operands = draw(rng)
     with over(*shape, nodes=NodeOptions(capacity=1, chunks=2)) as group:
@@ -123,14 +123,14 @@ def test_node_options_do_not_matter(shape: tuple[int, int], open_group: OpenGrou
 
 
 @pytest.mark.usefixtures("native")
-def test_overflow(open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_overflow(open_group: OpenGroup, rng: Rng) -> None:
     group, (floats, ids, cotangent) = open_group(2), draw(rng)
     with helpers.expect_failure(group, CapacityError, "capacity is 8", "xla"):
         out, *_ = helpers.fetch(layer(group, True, capacity=8)(floats, ids, cotangent))
         assert np.isnan(out).all()
 
 
-def test_types(open_group: OpenGroup, rng: np.random.Generator, caplog: pytest.LogCaptureFixture) -> None:
+def test_types(open_group: OpenGroup, rng: Rng, caplog: pytest.LogCaptureFixture) -> None:
     """What they show is refused, or warned of once."""
     group, operands = open_group(2), draw(rng)
     with pytest.raises(ValueError, match="wire must be None where shared_tokens is true, got 'float8'"):

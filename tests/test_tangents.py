@@ -11,6 +11,7 @@ import moe_oracle
 import numpy as np
 import pytest
 import sparse_cases
+from helpers import Rng
 from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS, served
 
@@ -22,25 +23,18 @@ SIZE, EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 2, 4, 5, 2, 16, 8
 Body = Callable[..., jax.Array]
 
 
-def per_operand(rng: np.random.Generator, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+def per_operand(rng: Rng, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [rng.standard_normal(x.shape).astype(x.dtype) for x in operands]
 
 
-def assert_tangents(
-    group: Group, body: Body, operands: Sequence[np.ndarray], rng: np.random.Generator, *known: np.ndarray
-) -> None:
+def assert_tangents(group: Group, body: Body, operands: Sequence[np.ndarray], rng: Rng, *known: np.ndarray) -> None:
     """Of body(*operands, *known) on each rank: J v by differences, and <w, J v> = <J^T w, v>, summed over ranks."""
     there, back = assert_steps(group, body, operands, rng, *known, backward=True)
     np.testing.assert_allclose(there, back, rtol=1e-4, atol=1e-4)
 
 
 def assert_steps(
-    group: Group,
-    body: Body,
-    operands: Sequence[np.ndarray],
-    rng: np.random.Generator,
-    *known: np.ndarray,
-    backward: bool = False,
+    group: Group, body: Body, operands: Sequence[np.ndarray], rng: Rng, *known: np.ndarray, backward: bool = False
 ) -> tuple[float, float]:
     """J v by differences; returns <w, J v> and, if `backward`, <J^T w, v>."""
 
@@ -66,7 +60,7 @@ def assert_steps(
     return there.sum(), back.sum()
 
 
-def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+def draw_layer(rng: Rng) -> tuple[list[np.ndarray], np.ndarray]:
     """Tokens, weights, gate, up and down; and ids, of which some skip or name an expert twice."""
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     case.ids[0, 0, 0] = -1
@@ -75,7 +69,7 @@ def draw_layer(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 @pytest.mark.usefixtures("native")
-def test_gradients_of_layers(group: Group, rng: np.random.Generator) -> None:
+def test_gradients_of_layers(group: Group, rng: Rng) -> None:
     """Forward over reverse, and reverse over reverse."""
     operands, ids = draw_layer(rng)
 
@@ -90,7 +84,7 @@ def test_gradients_of_layers(group: Group, rng: np.random.Generator) -> None:
     assert_tangents(group, gradient, operands, rng, ids)
 
 
-def test_second_order(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_second_order(implementation: Implementation, group: Group, rng: Rng) -> None:
     """With elementwise experts tanh(scale * row): `jax.lax.ragged_dot` has no second derivative."""
     case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
     tokens, ids, weights = (jnp.asarray(x.reshape(-1, x.shape[-1])) for x in case)
@@ -121,7 +115,7 @@ def test_second_order(implementation: Implementation, group: Group, rng: np.rand
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_gradients_of_products(op: str, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_gradients_of_products(op: str, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Forward over reverse."""
     a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) / 4 for _ in range(2))
     if not served(group, implementation, (16, 16), a.dtype):
@@ -139,9 +133,7 @@ def test_gradients_of_products(op: str, implementation: Implementation, group: G
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("op", sparse_cases.OPS)
-def test_sparse_sums(
-    op: str, sharded: bool, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_sparse_sums(op: str, sharded: bool, implementation: Implementation, group: Group, rng: Rng) -> None:
     rows = 12
     ids = sparse_cases.zipf(rng, SIZE, 7, rows)
     ids[0, 0] = rows

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 from jax.sharding import PartitionSpec as P
 from matmul_cases import OPS
 
@@ -34,7 +34,7 @@ def there_and_back(group: Group, implementation: Implementation) -> Body:
     return body
 
 
-def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
+def draw(rng: Rng) -> dict[str, np.ndarray]:
     """Tokens, ids, weights and a scale of rows: [R, BATCH, ...] each."""
     cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(BATCH)]
     drawn = [np.stack(x, axis=1) for x in zip(*cases, strict=True)]
@@ -49,9 +49,7 @@ def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("batched", ["tokens", "ids", "weights", "scale"])
-def test_one_operand_is_batched(
-    batched: str, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_one_operand_is_batched(batched: str, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Against numpy; test_matrix.py batches all of them."""
     drawn = draw(rng)
     for name, x in drawn.items():
@@ -65,7 +63,7 @@ def test_one_operand_is_batched(
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_jacobians(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_jacobians(implementation: Implementation, group: Group, rng: Rng) -> None:
     """The op runs once, its derivative is batched; backward and forward agree."""
     body = there_and_back(group, implementation)
 
@@ -143,7 +141,7 @@ SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-def of_spread_batch(case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> Any:
+def of_spread_batch(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> Any:
     """The function of an element, the function of a batch over another axis of the mesh, and the operands."""
     group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
     function, shapes = SPMD_CASES[case]
@@ -158,7 +156,7 @@ def of_spread_batch(case: str, implementation: Implementation, open_group: OpenG
 
 @pytest.mark.parametrize("case", ["gradient of the layer", "gradient of gathered rows"])
 def test_a_spread_batch_of_products_by_kernels(
-    case: str, monkeypatch: pytest.MonkeyPatch, open_group: OpenGroup, rng: np.random.Generator
+    case: str, monkeypatch: pytest.MonkeyPatch, open_group: OpenGroup, rng: Rng
 ) -> None:
     """The choice of kernels by platform is batched, too. It is only traced: a CPU has no such kernels."""
     monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda",))
@@ -166,7 +164,7 @@ def test_a_spread_batch_of_products_by_kernels(
     assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
 
 
-def test_kernels_copy_no_shared_matrices(rng: np.random.Generator) -> None:
+def test_kernels_copy_no_shared_matrices(rng: Rng) -> None:
     """A product and its gradient by the rows, of a batch of rows and one array of matrices."""
     groups, rows, k, n = 4, 24, 16, 40
     lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((BATCH, rows, k), (groups, k, n)))
@@ -190,9 +188,7 @@ def test_kernels_copy_no_shared_matrices(rng: np.random.Generator) -> None:
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("case", SPMD_CASES)
-def test_a_batch_that_is_spread(
-    case: str, implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_a_batch_that_is_spread(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
     """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
     mapped, spread, (ids, *floats) = of_spread_batch(case, implementation, open_group, rng)
     spread = helpers.fetch(jax.jit(spread)(ids, *floats))

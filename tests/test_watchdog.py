@@ -18,7 +18,7 @@ import helpers
 import jax
 import numpy as np
 import pytest
-from conftest import OpenGroup
+from conftest import OpenGroup, Rng
 
 from jax_ep import Group, JaxEpError, PeerTimeoutError
 from jax_ep.runtime import flight_recorder
@@ -31,7 +31,7 @@ ON_CPU = jax.default_backend() == "cpu"
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def case_of(rng: np.random.Generator) -> helpers.Case:
+def case_of(rng: Rng) -> helpers.Case:
     return helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
 
 
@@ -49,9 +49,7 @@ def fail(group: Group, case: helpers.Case, where: str = "protocol", program: Any
 
 
 @pytest.mark.parametrize("where", ["arrival", "protocol"])
-def test_a_stalled_rank_is_named_and_a_new_group_works(
-    where: str, open_group: OpenGroup, rng: np.random.Generator
-) -> None:
+def test_a_stalled_rank_is_named_and_a_new_group_works(where: str, open_group: OpenGroup, rng: Rng) -> None:
     timeout = 1.0
     group, healthy, case = open_group(SIZE, timeout=timeout), open_group(SIZE), case_of(rng)
     program = helpers.dispatch_combine(group, **OPTIONS)
@@ -92,11 +90,7 @@ def await_log(caplog: pytest.LogCaptureFixture, text: str) -> str:
 
 
 def test_a_failure_is_logged_and_dumped(
-    open_group: OpenGroup,
-    rng: np.random.Generator,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    open_group: OpenGroup, rng: Rng, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
     group = open_group(SIZE, timeout=0.5)
@@ -138,9 +132,7 @@ def test_a_full_disk(
 
 
 @pytest.mark.skipif(not ON_CPU, reason="a GPU's host does not wait when a program is called")
-def test_a_dump_on_request(
-    open_group: OpenGroup, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_on_request(open_group: OpenGroup, rng: Rng, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the main thread waits in native code for a rank that stalls."""
     monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
     group = open_group(SIZE, timeout=60)
@@ -171,7 +163,7 @@ def test_a_dump_on_request(
     assert re.search(rf"\n    line 0 rank 0, 1, 2: dispatch float32 T=4 .*{re.escape(site)}, running$", text), text
 
 
-def test_report(group: Group, rng: np.random.Generator) -> None:
+def test_report(group: Group, rng: Rng) -> None:
     program = helpers.dispatch_combine(group, **OPTIONS)
     rounds = 40  # more ops than are kept
     for _ in range(rounds):

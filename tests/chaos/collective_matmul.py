@@ -16,7 +16,7 @@ from .programs import Program, compiled
 class CollectiveMatmul(Program):
     """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op = pick(rng, *matmul_cases.OPS)
         self.dtype = pick(rng, *helpers.DTYPES)
@@ -39,7 +39,7 @@ class CollectiveMatmul(Program):
 
         self.run = compiled(matmul_cases.pulled(self.op, group, **keywords) if self.gradient else forward, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: helpers.Rng) -> bool:
         size, (m, k, n) = self.group.size, self.shape
         strange = not self.gradient and rng.random() < 0.2
         a, b = draw_floats(rng, (size, m, k), self.dtype, strange), draw_floats(rng, (size, k, n), self.dtype)

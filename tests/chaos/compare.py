@@ -34,7 +34,7 @@ def assert_same(actual: Any, wanted: Any, what: str) -> None:
     np.testing.assert_array_equal(helpers.wide(actual), helpers.wide(wanted), what)
 
 
-def draw_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, strange: bool = False) -> np.ndarray:
+def draw_floats(rng: helpers.Rng, shape: tuple[int, ...], dtype: Any, strange: bool = False) -> np.ndarray:
     """Normal values, sometimes with zeros; `strange` puts NaN or infinity into a few places."""
     values = rng.standard_normal(shape)
     if rng.random() < 0.2:
@@ -44,5 +44,5 @@ def draw_floats(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, st
     return values.astype(dtype)
 
 
-def pick(rng: np.random.Generator, *choices: Any) -> Any:
+def pick(rng: helpers.Rng, *choices: Any) -> Any:
     return choices[rng.integers(len(choices))]

@@ -46,12 +46,12 @@ def combined(outputs: np.ndarray, expected: oracle.Expected, case: helpers.Case,
     return Value(sums, oracle.combine(np.abs(outputs), expected.targets, np.abs(case.weights)), roundings)
 
 
-def draw_case(rng: np.random.Generator, size: int, tokens: int, hidden: int, dtype: Any = np.float32) -> helpers.Case:
+def draw_case(rng: helpers.Rng, size: int, tokens: int, hidden: int, dtype: Any = np.float32) -> helpers.Case:
     return helpers.draw_case(rng, size, tokens, 2, EXPERTS_EACH * size, hidden, np.dtype(dtype))
 
 
 def round_trip(
-    rng: np.random.Generator,
+    rng: helpers.Rng,
     group: Group,
     *,
     tokens: int = 37,
@@ -75,7 +75,7 @@ def round_trip(
     )
 
 
-def float8_rows(rng: np.random.Generator, group: Group, *, tokens: int = 24, dtype: Any = np.float32) -> Op:
+def float8_rows(rng: helpers.Rng, group: Group, *, tokens: int = 24, dtype: Any = np.float32) -> Op:
     """Rows that stay in float8, and combine of what they stand for."""
     size, experts = group.size, EXPERTS_EACH * group.size
     case = draw_case(rng, size, tokens, 256, dtype)
@@ -103,7 +103,7 @@ def float8_rows(rng: np.random.Generator, group: Group, *, tokens: int = 24, dty
     return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
 
 
-def products(rng: np.random.Generator, group: Group, *, tokens: int = 20, hidden: int = 16, width: int = 24) -> Op:
+def products(rng: helpers.Rng, group: Group, *, tokens: int = 20, hidden: int = 16, width: int = 24) -> Op:
     """A dispatch, two grouped products, and combine; and a layer of the same experts."""
     size, experts = group.size, EXPERTS_EACH * group.size
     rows = rng.integers(-2, 3, (size, tokens, hidden)).astype(helpers.DTYPES[0])
@@ -134,7 +134,7 @@ def products(rng: np.random.Generator, group: Group, *, tokens: int = 20, hidden
     return Op(helpers.per_rank(body, group.mesh), [*case, first, last], wanted)
 
 
-def gradients(rng: np.random.Generator, group: Group) -> Op:
+def gradients(rng: helpers.Rng, group: Group) -> Op:
     case = draw_case(rng, group.size, 20, 64)
     both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS_EACH * group.size)
     body = jax.grad(lambda *x: jnp.sum(both(*x)[1]), argnums=(0, 2))
@@ -144,7 +144,7 @@ def gradients(rng: np.random.Generator, group: Group) -> Op:
     return Op(helpers.per_rank(body, group.mesh), [*case], wanted)
 
 
-def scan(rng: np.random.Generator, group: Group) -> Op:
+def scan(rng: helpers.Rng, group: Group) -> Op:
     """Ten layers in one program; on a GPU a captured graph."""
     case = draw_case(rng, group.size, 8, 32)
     both = helpers.round_trip(group, num_experts=EXPERTS_EACH * group.size)
@@ -157,7 +157,7 @@ def scan(rng: np.random.Generator, group: Group) -> Op:
 
 
 def sparse(
-    rng: np.random.Generator,
+    rng: helpers.Rng,
     group: Group,
     *,
     num_rows: int = ROWS,
@@ -175,7 +175,7 @@ def sparse(
     return Op(program, [ids, values], leaves)
 
 
-def product(rng: np.random.Generator, group: Group, op: str, shape: tuple[int, int, int] | None = None) -> Op:
+def product(rng: helpers.Rng, group: Group, op: str, shape: tuple[int, int, int] | None = None) -> Op:
     operands = matmul_cases.draw(rng, group.size, shape or (16 * group.size, 32, 40), helpers.DTYPES[0])
     exact, magnitude = matmul_cases.exact(op, *operands), matmul_cases.exact(op, *(np.abs(x) for x in operands))
     return Op(
@@ -185,7 +185,7 @@ def product(rng: np.random.Generator, group: Group, op: str, shape: tuple[int, i
     )
 
 
-def ragged(rng: np.random.Generator, group: Group) -> Op:
+def ragged(rng: helpers.Rng, group: Group) -> Op:
     size, rows = group.size, 8 * group.size
     slices = slices_of(rng, rng.integers(0, 8, (size, size, 1)), rows, rows)
     operand, output = rng.standard_normal((2, size, rows, 100)).astype(np.float32)
@@ -197,7 +197,7 @@ def ragged(rng: np.random.Generator, group: Group) -> Op:
     return Op(helpers.per_rank(body, group.mesh), [operand, output, *slices], wanted)
 
 
-OPS: dict[str, Callable[[np.random.Generator, Group], Op]] = {
+OPS: dict[str, Callable[[helpers.Rng, Group], Op]] = {
     "dispatch and combine": round_trip,
     "float8": partial(round_trip, tokens=64, dtype=helpers.DTYPES[0], fp8=True),
     "late tokens": partial(round_trip, tokens=helpers.LATE_TOKENS, dtype=helpers.DTYPES[0]),
@@ -213,6 +213,6 @@ OPS: dict[str, Callable[[np.random.Generator, Group], Op]] = {
 }
 
 
-def draw_ops(rng: np.random.Generator, group: Group, count: int) -> dict[str, Op]:
+def draw_ops(rng: helpers.Rng, group: Group, count: int) -> dict[str, Op]:
     names: Iterable[str] = rng.permutation(list(OPS))[:count].tolist()
     return {name: OPS[name](rng, group) for name in names}

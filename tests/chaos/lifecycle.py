@@ -34,7 +34,7 @@ AWAITING = (jax.errors.JaxRuntimeError, ValueError, JaxEpError)  # XLA's ValueEr
 class Layer:
     """dispatch and combine on some of the devices, with the case that it is given."""
 
-    def __init__(self, rng: np.random.Generator, devices: list[Any], **options: Any):
+    def __init__(self, rng: helpers.Rng, devices: list[Any], **options: Any):
         self.group = Group(Mesh(np.array(devices), ("ep",)), "ep")
         self.experts = EXPERTS_EACH * self.group.size
         self.case = helpers.draw_case(rng, self.group.size, TOKENS, TOP_K, self.experts, HIDDEN)
@@ -45,12 +45,12 @@ class Layer:
         self.group.check()
 
 
-def some_devices(rng: np.random.Generator) -> list[Any]:
+def some_devices(rng: helpers.Rng) -> list[Any]:
     devices = jax.devices()
     return devices[: rng.integers(1, min(8, len(devices)) + 1)]
 
 
-def reopened(rng: np.random.Generator) -> None:
+def reopened(rng: helpers.Rng) -> None:
     """Opened, used or not, closed once or twice, or left to the garbage collector."""
     devices = some_devices(rng)
     if rng.random() < 0.8:
@@ -66,7 +66,7 @@ def reopened(rng: np.random.Generator) -> None:
     layer.group.close()
 
 
-def two_at_once(rng: np.random.Generator) -> None:
+def two_at_once(rng: helpers.Rng) -> None:
     """Threads that run ops of two groups over the same devices, or over halves of them."""
     devices = jax.devices()[:8]
     half = max(1, len(devices) // 2)
@@ -93,7 +93,7 @@ def two_at_once(rng: np.random.Generator) -> None:
         raise failures[0]
 
 
-def closed_in_flight(rng: np.random.Generator) -> None:
+def closed_in_flight(rng: helpers.Rng) -> None:
     """What is under way is right or fails with GroupClosedError, soon. A GPU's op cannot raise: it delivers NaN."""
     layer = Layer(rng, some_devices(rng))
     layer.check()
@@ -121,7 +121,7 @@ def closed_in_flight(rng: np.random.Generator) -> None:
         helpers.fetch(layer.run(*layer.case))
 
 
-def exceptions_in_between(rng: np.random.Generator) -> None:
+def exceptions_in_between(rng: helpers.Rng) -> None:
     """An overflow, an exception of the program's own, then right numbers; results die unread."""
     layer = Layer(rng, some_devices(rng), capacity=TOKENS * TOP_K * 8)
     everything = np.zeros_like(layer.case.ids)
@@ -139,7 +139,7 @@ def exceptions_in_between(rng: np.random.Generator) -> None:
             layer.check()
 
 
-def forked(rng: np.random.Generator) -> None:
+def forked(rng: helpers.Rng) -> None:
     """A child may drop or close the group and end; the parent must not notice."""
     layer = Layer(rng, some_devices(rng))
     layer.check()
@@ -164,7 +164,7 @@ def forked(rng: np.random.Generator) -> None:
     layer.group.close()
 
 
-SCENES: tuple[tuple[Callable[[np.random.Generator], None], float], ...] = (  # with how often they are played
+SCENES: tuple[tuple[Callable[[helpers.Rng], None], float], ...] = (  # with how often they are played
     (reopened, 0.84),
     (closed_in_flight, 0.05),
     (two_at_once, 0.03),

@@ -19,7 +19,7 @@ class MoeMlp(Routed):
 
     strange_weights = False  # infinity times a sum that is about 0 has the sign of its rounding
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.shape["experts"] = group.size * int(pick(rng, 1, 2, 3))
         if not self.wire:
@@ -33,7 +33,7 @@ class MoeMlp(Routed):
         mlp = partial(helpers.moe_sums, group=group, implementation=implementation, **self.keywords)
         self.run = compiled(mlp, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: helpers.Rng) -> bool:
         case, local = self.draw(rng), self.shape["experts"] // self.group.size
         shapes = ((self.hidden, self.width), (self.hidden, self.width), (self.width, self.hidden))
         gate, up, down = (

@@ -19,7 +19,7 @@ class Program(abc.ABC):
       options: what was drawn, to be shown where it fails.
     """
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
         self.group = group
         self.implementation: Implementation = implementation
         self.options: dict[str, Any] = {}
@@ -29,7 +29,7 @@ class Program(abc.ABC):
         return f"{type(self).__name__} on {self.group.size} ranks by {self.implementation}: {options}"
 
     @abc.abstractmethod
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: helpers.Rng) -> bool:
         """Runs it with random values and compares all results with numpy.
 
         Returns:

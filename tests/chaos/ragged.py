@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import oracle
-from helpers import BIG
+from helpers import BIG, Rng
 
 from jax_ep import Group, Implementation, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
@@ -20,7 +20,7 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int1
 GRADIENT_DTYPES = DTYPES[:3]
 
 
-def place(rng: np.random.Generator, sizes: np.ndarray, rows: int) -> np.ndarray:
+def place(rng: Rng, sizes: np.ndarray, rows: int) -> np.ndarray:
     """Offsets for slices of these sizes among so many rows: in random order, with gaps, never overlapping."""
     gaps = rng.multinomial(rows - sizes.sum(), np.ones(len(sizes) + 1) / (len(sizes) + 1))
     offsets, end = np.empty_like(sizes), 0
@@ -30,9 +30,7 @@ def place(rng: np.random.Generator, sizes: np.ndarray, rows: int) -> np.ndarray:
     return offsets
 
 
-def slices_of(
-    rng: np.random.Generator, sizes: np.ndarray, rows: int, result_rows: int, dtype: Any = np.int32
-) -> oracle.Slices:
+def slices_of(rng: Rng, sizes: np.ndarray, rows: int, result_rows: int, dtype: Any = np.int32) -> oracle.Slices:
     """Slices of these sizes [from, to, which] among so many rows."""
     size, _, each = sizes.shape
     received = sizes.swapaxes(0, 1)
@@ -56,7 +54,7 @@ def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
 class Ragged(Program):
     """Forward, or with its gradient, with a part of the slices empty or crowded."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, "kernels")  # the op has no argument for it
         self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
         self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))
@@ -71,7 +69,7 @@ class Ragged(Program):
 
         self.run = compiled(pulled if self.gradient else exchange, group)
 
-    def draw_slices(self, rng: np.random.Generator) -> oracle.Slices:
+    def draw_slices(self, rng: Rng) -> oracle.Slices:
         size, each = self.group.size, self.each
         sizes = rng.integers(0, pick(rng, 2, 4, 50), (size, size, each))  # from, to, which
         if rng.random() < 0.3:
@@ -81,7 +79,7 @@ class Ragged(Program):
         sizes = fit(fit(sizes, self.rows, (1, 2)), self.result_rows, (0, 2))
         return slices_of(rng, sizes, self.rows, self.result_rows)
 
-    def spoil(self, rng: np.random.Generator, slices: oracle.Slices) -> bool:
+    def spoil(self, rng: Rng, slices: oracle.Slices) -> bool:
         """Makes one slice that is not empty wrong; whether there was one."""
         filled = np.argwhere(slices.send_sizes > 0)
         if not len(filled):
@@ -92,7 +90,7 @@ class Ragged(Program):
         which[rank, i] = far
         return True
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         slices = self.draw_slices(rng)
         shape = (self.group.size, self.rows, *self.row)
         result_shape = (self.group.size, self.result_rows, *self.row)

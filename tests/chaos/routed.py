@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-from helpers import BIG, Case
+from helpers import BIG, Case, Rng
 
 import jax_ep
 from jax_ep import CapacityError, Group, Implementation
@@ -20,7 +20,7 @@ from .programs import Program, compiled
 CHUNK_EDGES = (511, 512, 513, 1023, 1024, 1025, 1100)  # tokens, where ways to travel change
 
 
-def draw_shape(rng: np.random.Generator, size: int) -> dict[str, int]:
+def draw_shape(rng: Rng, size: int) -> dict[str, int]:
     kind = rng.random()
     tokens = int(rng.integers(1, 17) if kind < 0.65 else rng.integers(17, 80) if kind < 0.92 else 0)
     top_k = int(pick(rng, 1, 1, 2, 2, 3, 4, 6, 8))
@@ -29,7 +29,7 @@ def draw_shape(rng: np.random.Generator, size: int) -> dict[str, int]:
     return {"tokens": tokens, "top_k": top_k, "experts": size * int(pick(rng, 1, 1, 2, 2, 3, 5, 16, 40))}
 
 
-def draw_ids(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
+def draw_ids(rng: Rng, shape: tuple[int, ...], experts: int) -> np.ndarray:
     """Uniform, crowded on few experts or one, or nothing at all; some skipped, some outside of the experts."""
     kind = rng.integers(5)
     if kind == 0:
@@ -52,7 +52,7 @@ class Routed(Program):
 
     strange_tokens = strange_weights = True
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.shape = draw_shape(rng, group.size)
         self.wire = bool(rng.random() < 0.3)
@@ -73,7 +73,7 @@ class Routed(Program):
             self.keywords["capacity"] = -(-rows // self.alignment) * self.alignment
         self.options = self.shape | {"hidden": self.hidden, "dtype": self.dtype} | self.keywords
 
-    def draw(self, rng: np.random.Generator) -> Case:
+    def draw(self, rng: Rng) -> Case:
         shape = (self.group.size, self.shape["tokens"], self.shape["top_k"])
         weights = draw_floats(rng, shape, np.float32, strange=self.strange_weights and rng.random() < 0.05)
         strange = self.strange_tokens and rng.random() < 0.2
@@ -130,11 +130,11 @@ class Routed(Program):
 class RoundTrip(Routed):
     """dispatch, and combine of the very rows that arrived."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.run = compiled(helpers.round_trip(group, implementation=implementation, **self.keywords), group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         case = self.draw(rng)
         expected = self.expected(case, self.capacity())
         if self.overflows(expected):
@@ -155,7 +155,7 @@ class RoundTrip(Routed):
 class Float8(Routed):
     """dispatch that leaves its rows in float8."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
         self.keywords |= {"wire": "float8_rows"}
@@ -167,7 +167,7 @@ class Float8(Routed):
 
         self.run = compiled(rows_of, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         case = self.draw(rng)
         expected = self.expected(case, self.capacity())
         if self.overflows(expected):
@@ -186,7 +186,7 @@ class Float8(Routed):
 class Gradients(Routed):
     """Gradients of tokens and weights, through dispatch, an elementwise expert and combine."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
 
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -201,7 +201,7 @@ class Gradients(Routed):
 
         self.run = compiled(pulled, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         case = self.draw(rng)
         above = draw_floats(rng, case.tokens.shape, self.dtype)
         expected = self.expected(case, self.capacity())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import sparse_cases
-from helpers import BIG
+from helpers import BIG, Rng
 
 from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
 
@@ -15,7 +15,7 @@ from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program, compiled
 
 
-def draw_ids(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> np.ndarray:
+def draw_ids(rng: Rng, size: int, entries: int, num_rows: int) -> np.ndarray:
     draws = [sparse_cases.uniform, sparse_cases.zipf, sparse_cases.empty_on_some, sparse_cases.all_duplicates]
     if num_rows >= 2:
         draws.append(sparse_cases.out_of_range)
@@ -33,7 +33,7 @@ def draw_ids(rng: np.random.Generator, size: int, entries: int, num_rows: int) -
 class Entries(Program):
     """Rows of a table, of which only the first `count` count; some were ignored and dropped before."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.entries = int(pick(rng, 0, 1, 2, 9, 24, 33, 65, 150))
         self.width = int(pick(rng, 1, 3, 4, 20, 64, 130))
@@ -43,7 +43,7 @@ class Entries(Program):
         self.capacity = int(pick(rng, most, most, rng.integers(1, most + 1), most + 5))
         self.options = {name: getattr(self, name) for name in ("entries", "width", "num_rows", "dtype", "capacity")}
 
-    def draw(self, rng: np.random.Generator, strange: bool = True) -> tuple[np.ndarray, ...]:
+    def draw(self, rng: Rng, strange: bool = True) -> tuple[np.ndarray, ...]:
         """Ids, values, how many entries of every rank count, and those ignored and dropped before."""
         size = self.group.size
         ids = draw_ids(rng, size, self.entries, self.num_rows)
@@ -70,7 +70,7 @@ class Entries(Program):
 
 
 class AllReduce(Entries):
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.overflow = pick(rng, "raise", "drop")
@@ -85,7 +85,7 @@ class AllReduce(Entries):
 
         self.run = compiled(reduced, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         ids, values, counts, ignored, dropped = self.draw(rng)
         wanted = self.wanted(ids, values, counts, op=self.op, sharded=self.sharded)
         if self.overflow == "raise" and wanted.dropped.any():
@@ -101,7 +101,7 @@ class AllReduce(Entries):
 class AllReduceGradient(Entries):
     """Every rank has a loss of its own; of what is dropped there is no gradient."""
 
-    def __init__(self, rng: np.random.Generator, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         super().__init__(rng, group, implementation)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.num_rows, self.dtype = min(self.num_rows, 1000), helpers.DTYPES[2]
@@ -121,7 +121,7 @@ class AllReduceGradient(Entries):
 
         self.run = compiled(gradient, group)
 
-    def check(self, rng: np.random.Generator) -> bool:
+    def check(self, rng: Rng) -> bool:
         ids, values, counts, *_ = self.draw(rng, strange=False)
         wanted = self.wanted(ids, values, np.full_like(counts, self.entries), op=self.op, sharded=self.sharded)
         above = rng.standard_normal((self.group.size, self.num_rows, self.width)).astype(np.float32)
