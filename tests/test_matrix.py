@@ -5,7 +5,7 @@ Without --nightly a sixth of it runs, in test_numbers each form under two transf
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +53,23 @@ def tangents_of(function: Function, floats: Any, known: Any, tangents: Any, cota
     """Of a batch of tangents, as `jax.jacfwd` takes them."""
     out = function(floats, known)
     return out, in_a_batch(lambda d: jax.jvp(lambda floats: function(floats, known), (floats,), (d,))[1], tangents)
+
+
+def forward_over_reverse(function: Function, floats: Any, known: Any, tangents: Any, cotangent: Any) -> Result:
+    """The gradient, and how it moves."""
+    pulled, linear = jax.linearize(lambda floats: gradient(function, floats, known, tangents, cotangent)[1], floats)
+    return pulled, linear(tangents)
+
+
+def reverse_over_reverse(function: Function, floats: Any, known: Any, tangents: Any, cotangent: Any) -> Result:
+    """The same, as the gradient of a product of the gradient."""
+
+    def along(floats: Any) -> tuple[Any, Any]:
+        pulled = gradient(function, floats, known, tangents, cotangent)[1]
+        return sum(jnp.vdot(*both) for both in zip(*map(jax.tree.leaves, (pulled, tangents)), strict=True)), pulled
+
+    moved, pulled = jax.grad(along, has_aux=True)(floats)
+    return pulled, moved
 
 
 def in_a_batch(derivative: Callable[..., Any], direction: Any) -> list[Any]:
@@ -181,6 +198,15 @@ TRANSFORMATIONS = {
     "donation": Transformation(donated=True),
 }
 
+SECOND_ORDER = {
+    "forward over reverse": Transformation(derive=forward_over_reverse),
+    "reverse over reverse": Transformation(derive=reverse_over_reverse),
+}
+ALWAYS = {
+    *(("precision float8", "remat dispatch"), ("precision matrices", "remat everything")),  # gave NaN
+    *(("xla", "reverse over reverse"), *(("default", each) for each in SECOND_ORDER)),
+}
+
 
 class Op(NamedTuple):
     options: dict[str, dict[str, Form]]
@@ -194,15 +220,14 @@ OPS = {
 }
 
 
-# Gave NaN before float8 values were kept as integers (`jax_ep.float8`).
-ALWAYS = {("precision float8", "remat dispatch"), ("precision matrices", "remat everything")}
-
-
 FORMS = [(op, name) for op in OPS for name in matrix_forms.names(OPS[op].options)]
+# `jax.lax.ragged_dot` has no second derivative.
+BENT = [("moe_mlp", name) for name in ("default", "biases all", "activation gated", "shared yes", "matrices one")]
+BENT += [("dispatch", name) for name in ("default", "xla", "expand no", "nodes all")]
 IN_PLACE = [form for form in FORMS if form[0] == "moe_mlp" and not form[1].startswith("nodes")]
 
 
-def cases(forms: Sequence[tuple[str, str]], transformations: Sequence[str]) -> Iterator[Any]:
+def cases(forms: Sequence[tuple[str, str]], transformations: Iterable[str]) -> Iterator[Any]:
     """Every `SHARE`th diagonal of the matrix, which JAX_EP_TEST_SEED chooses; the others are marked."""
     for (i, form), (j, transformation) in itertools.product(enumerate(forms), enumerate(transformations)):
         chosen = (i + j + helpers.SEED) % SHARE == 0 or (form[1], transformation) in ALWAYS
@@ -210,13 +235,13 @@ def cases(forms: Sequence[tuple[str, str]], transformations: Sequence[str]) -> I
         yield pytest.param(*form, transformation, marks=marks, id=" - ".join((*form, transformation)))
 
 
-@pytest.mark.parametrize(("op", "name", "transformation"), list(cases(FORMS, [*TRANSFORMATIONS])))
+@pytest.mark.parametrize(("op", "name", "transformation"), [*cases(FORMS, TRANSFORMATIONS), *cases(BENT, SECOND_ORDER)])
 @pytest.mark.usefixtures("native")
 def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the oracle, or the documented error."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")  # rows that nobody uses hold anything
     options, body, exact = OPS[op]
-    under, form = TRANSFORMATIONS[transformation], matrix_forms.chosen(options, name, rng)
+    under, form = (TRANSFORMATIONS | SECOND_ORDER)[transformation], matrix_forms.chosen(options, name, rng)
     print(form)
     with opened(form) as group:
         operands = drawn(form, options is LAYER, group.size, under.batch, rng)

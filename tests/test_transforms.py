@@ -1,0 +1,269 @@
+"""Transformations of JAX, where an op or a layer need more than right numbers (test_matrix.py): a batch (`jax.vmap`) is
+one call after the other, tangents agree with differences and with the backward pass, and `jax.checkpoint` runs again
+what its policy says."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import moe_oracle
+import numpy as np
+import oracle
+import pytest
+import sparse_cases
+from conftest import OpenGroup, Rng
+from jax.sharding import PartitionSpec as P
+from matmul_cases import OPS, served
+from test_matrix import COMBINED, DISPATCHED, POLICIES
+
+import jax_ep
+from jax_ep import Group, Implementation, SparseRows, combine, dispatch
+from jax_ep._kit import gemm
+
+SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN, LAYERS = 2, 8, 3, 4, 2, 16, 3
+
+Body = Callable[..., Any]
+
+
+def there_and_back(group: Group, implementation: Implementation) -> Body:
+    """Of experts that are tanh(scale * row)."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
+        both = helpers.round_trip(group, experts=lambda rows: jnp.tanh(scale * rows), **options)
+        return both(tokens, ids, weights)[1]
+
+    return body
+
+
+def draw(rng: Rng) -> dict[str, np.ndarray]:
+    """Tokens, ids, weights and a scale of rows: [R, BATCH, ...] each."""
+    cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(BATCH)]
+    drawn = helpers.Case(*(np.stack(x, axis=1) for x in zip(*cases, strict=True)))
+    return drawn._asdict() | {"scale": rng.uniform(1, 2, (SIZE, BATCH)).astype(np.float32)}
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("batched", ["tokens", "ids", "weights", "scale"])
+def test_one_operand_is_batched(batched: str, implementation: Implementation, group: Group, rng: Rng) -> None:
+    """Against numpy; test_matrix.py batches all of them."""
+    drawn = draw(rng)
+    for name, x in drawn.items():
+        x[:, 1:] = x[:, 1:] if name == batched else x[:, :1]
+    operands = [x if name == batched else x[:, 0] for name, x in drawn.items()]
+    body = jax.vmap(there_and_back(group, implementation), in_axes=tuple(0 if x == batched else None for x in drawn))
+    found = helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+    tokens, ids, weights, scale = drawn.values()
+    scales = scale[ids // (EXPERTS // SIZE), np.arange(BATCH)[:, None, None]]  # those of an expert's rank
+    wanted = np.einsum("rbtk,rbtkh->rbth", weights, np.tanh(scales[..., None] * tokens[:, :, :, None]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def layer_gradient(by: Any, ids: jax.Array, tokens: jax.Array, *operands: jax.Array) -> Any:
+    def loss(tokens: jax.Array, weights: jax.Array, *matrices: jax.Array) -> jax.Array:
+        return jnp.sum(helpers.moe_sums(tokens, ids, weights, *matrices, **by) ** 2)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(tokens, *operands)
+
+
+def gathered_gradient(by: Any, ids: jax.Array, x: jax.Array, matrices: jax.Array) -> jax.Array:
+    product = partial(jax_ep.lax.ragged_dot, lhs_indices=ids[:, 0] % TOKENS)
+    return jax.grad(lambda x: jnp.sum(product(x, matrices, jnp.array([1, 2])) ** 2))(x)
+
+
+def exchange(by: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
+    two, there = jnp.full(2, 2), jnp.full(2, 2 * jax.lax.axis_index("ep"))
+    output = jnp.zeros((SIZE * 2, HIDDEN))
+    return jax_ep.lax.ragged_all_to_all(x, output, jnp.asarray([0, 2]), two, there, two, axis_name="ep", **by)
+
+
+def routers(by: Any, ids: jax.Array, logits: jax.Array) -> jax.Array:
+    routing = jax_ep.nn.softmax_top_k(logits, 4)
+    rounded = jax_ep.nn.round_tokens(routing, 2, EXPERTS, multiple=2, axis_name="ep")
+    plan = jax_ep.nn.plan_replicas(np.arange(EXPERTS), num_ranks=SIZE, num_slots=EXPERTS + 2)
+    return jax_ep.nn.physical_ids(rounded.expert_ids, plan)
+
+
+def sparse_sum(by: Any, ids: jax.Array, values: jax.Array) -> jax.Array:
+    rows = SparseRows.from_entries(ids[:, 0], values, num_rows=EXPERTS)
+    return helpers.vary(jax_ep.sparse_all_reduce(rows, capacity=EXPERTS, **by).todense())
+
+
+def product(op: str, by: Any, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    return helpers.vary(OPS[op](a, b, **by))
+
+
+ROWS, MATRIX = (TOKENS, HIDDEN), (2, HIDDEN, HIDDEN)
+SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
+    "gradient of the layer": (layer_gradient, (ROWS, (TOKENS, TOP_K), *[(EXPERTS // SIZE, HIDDEN, HIDDEN)] * 3)),
+    "gradient of gathered rows": (gathered_gradient, (ROWS, MATRIX)),
+    "ragged_all_to_all": (exchange, (ROWS,)),
+    "routers": (routers, ((TOKENS, EXPERTS),)),
+    "sparse_all_reduce": (sparse_sum, (ROWS,)),
+    **{op: (partial(product, op), ((8, 8), (8, 8))) for op in OPS},
+}
+
+
+def of_spread_batch(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> Any:
+    """The function of an element, the function of a batch over another axis of the mesh, and the operands."""
+    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
+    function, shapes = SPMD_CASES[case]
+    ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
+    floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
+    if case in OPS:
+        floats = [x.astype(jnp.bfloat16) for x in floats]
+    body = partial(function, {"group": group, "implementation": implementation})
+    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
+    return mapped, jax.vmap(mapped, spmd_axis_name="dp"), (ids, *floats)
+
+
+@pytest.mark.parametrize("case", ["gradient of the layer", "gradient of gathered rows"])
+def test_a_spread_batch_of_products_by_kernels(
+    case: str, monkeypatch: pytest.MonkeyPatch, open_group: OpenGroup, rng: Rng
+) -> None:
+    """The choice of kernels by platform is batched, too. It is only traced: a CPU has no such kernels."""
+    monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda",))
+    _, spread, operands = of_spread_batch(case, "kernels", open_group, rng)
+    assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
+
+
+def test_kernels_copy_no_shared_matrices(rng: Rng) -> None:
+    """A product and its gradient by the rows, of a batch of rows and one array of matrices."""
+    groups, rows, k, n = 4, 24, 16, 40
+    lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((BATCH, rows, k), (groups, k, n)))
+    sizes = np.full((BATCH, groups), rows // groups, np.int32)
+
+    def both(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda lhs: jax_ep.lax.ragged_dot(lhs, rhs, sizes, implementation="pallas"), lhs)
+        return out, pull(out)
+
+    compiled = jax.jit(jax.vmap(both, in_axes=(0, None, 0))).lower(lhs, rhs, sizes).compile()
+    text = compiled.as_text() or ""
+    assert f"f32[{groups},{k},{n}]" in text
+    assert f"f32[{BATCH},{groups},{k},{n}]" not in text
+    out, (d_lhs,) = compiled(lhs, rhs, sizes)
+    for i in range(BATCH):
+        wanted = oracle.ragged_dot(lhs[i], rhs, sizes[i])
+        np.testing.assert_allclose(out[i], wanted, rtol=1e-4, atol=1e-4)
+        back = oracle.ragged_dot_gradients(lhs[i], rhs, sizes[i], wanted)[0]
+        np.testing.assert_allclose(d_lhs[i], back, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("case", SPMD_CASES)
+def test_a_batch_that_is_spread(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
+    """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
+    mapped, spread, (ids, *floats) = of_spread_batch(case, implementation, open_group, rng)
+    spread = helpers.fetch(jax.jit(spread)(ids, *floats))
+    alone = jax.jit(mapped)
+    each = [helpers.fetch(alone(ids[i], *(x[i] for x in floats))) for i in range(len(ids))]
+    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):
+        np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), rtol=1e-5, atol=1e-5)
+
+
+def assert_tangents(group: Group, body: Body, operands: Sequence[np.ndarray], rng: Rng, *known: np.ndarray) -> None:
+    """Of body(*operands, *known) on each rank: J v by differences, and <w, J v> = <J^T w, v>, summed over ranks."""
+
+    def products(primals: Any, tangents: Any, known: Any) -> Any:
+        def function(*primals: jax.Array) -> jax.Array:
+            return body(*primals, *known)
+
+        moved = jax.jvp(function, primals, tangents)[1]
+        out, linear = jax.linearize(function, *primals)
+        step = 2.0**-8
+        ends = [function(*(p + s * step * t for p, t in zip(primals, tangents, strict=True))) for s in (1, -1)]
+        weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        pulled = jax.vjp(function, *primals)[1](helpers.vary(weight))
+        back = sum(jnp.sum(a * b) for a, b in zip(pulled, tangents, strict=True))
+        return moved, linear(*tangents), (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
+
+    tangents = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in operands)
+    program = helpers.per_rank(products, group.mesh)
+    moved, linear, steps, there, back = helpers.fetch(program(tuple(operands), tangents, known))
+    assert np.abs(moved).max() > 0.1
+    np.testing.assert_array_equal(moved, linear)
+    np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
+    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_of_products(op: str, implementation: Implementation, group: Group, rng: Rng) -> None:
+    """Forward over reverse."""
+    a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) / 4 for _ in range(2))
+    if not served(group, implementation, (16, 16), a.dtype):
+        pytest.skip("kernels on a GPU take 16-bit operands alone")
+
+    def gradient(a: jax.Array, b: jax.Array) -> jax.Array:
+        def loss(a: jax.Array, b: jax.Array) -> jax.Array:
+            return jnp.sum(helpers.vary(OPS[op](a, b, group=group, implementation=implementation)) ** 2)
+
+        return jnp.concatenate(jax.grad(loss, argnums=(0, 1))(a, b))
+
+    assert_tangents(group, gradient, [a, b], rng)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize("op", sparse_cases.OPS)
+def test_sparse_sums(op: str, sharded: bool, implementation: Implementation, group: Group, rng: Rng) -> None:
+    rows = 12
+    ids = sparse_cases.zipf(rng, SIZE, 7, rows)
+    ids[0, 0] = rows
+    values = sparse_cases.draw_values(rng, ids, 3)
+    options: dict[str, Any] = {"op": op, "sharded": sharded, "capacity": 12, "implementation": implementation}
+
+    def total(values: jax.Array, ids: jax.Array) -> jax.Array:
+        entries = SparseRows.from_entries(ids, values, num_rows=rows)
+        return helpers.vary(jax_ep.sparse_all_reduce(entries, group=group, **options).values)
+
+    assert_tangents(group, total, [values], rng, ids)
+
+
+def chain(tokens: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, *_: jax.Array, group: Group) -> Any:
+    out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS)
+    return combine(jnp.tanh(jax.lax.ragged_dot(out.rows, gate, out.group_sizes)), out.routing, group=group)
+
+
+BOTH = jax.checkpoint_policies.save_only_these_names(DISPATCHED, COMBINED)
+DOTS_OR_BOTH = jax.checkpoint_policies.save_from_both_policies(POLICIES["dots"], BOTH)
+MORE_POLICIES = POLICIES | {"both": BOTH, "dots or both": DOTS_OR_BOTH}
+# The dispatches and the combines in the program of the gradient of a scan over layers: one of each in the loop forward,
+# and the gradient of the dispatch, which is a combine too, in the one backward; and those that run again.
+CALLS = {
+    **{"everything": (1, 2), "nothing": (2, 3), "dots": (2, 3), "dispatch": (1, 3), "combine": (2, 2)},
+    **{"offloaded": (1, 2), "both": (1, 2), "dots or both": (1, 2)},
+}
+
+
+def gradient_of_layers(group: Group, layer: Body, policy: str) -> Any:
+    """With respect to tokens, weights and matrices. What follows the layer needs its result for its own gradient."""
+
+    def loss(tokens: jax.Array, ids: jax.Array, *others: jax.Array) -> jax.Array:
+        def block(tokens: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return tokens + jnp.tanh(layer(tokens, ids, *others, group=group)), None
+
+        kept = jax.checkpoint(  # pyright: ignore[reportPrivateImportUsage]
+            block, policy=MORE_POLICIES[policy], prevent_cse=False
+        )
+        return jnp.sum(jax.lax.scan(kept, tokens, length=LAYERS)[0] ** 2)
+
+    return helpers.per_rank(jax.grad(loss, argnums=(0, 2, 3, 4, 5)), group.mesh)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.optimized
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("form", [chain, helpers.moe_sums])
+@pytest.mark.parametrize("policy", CALLS)
+def test_what_runs_again(form: Any, policy: str, group: Group, rng: Rng) -> None:
+    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = *case, *moe_oracle.draw_layer(rng, case.tokens, case.weights, EXPERTS, HIDDEN)[2:]
+    compiled = gradient_of_layers(group, form, policy).lower(*operands).compile()
+    found = [compiled.as_text().count(f'custom_call_target="{name}"') for name in (DISPATCHED, COMBINED)]
+    assert found == [*CALLS[policy]]
+    if policy == "nothing":
+        kept = gradient_of_layers(group, form, "everything")
+        assert helpers.bits(helpers.fetch(compiled(*operands))) == helpers.bits(helpers.fetch(kept(*operands)))
