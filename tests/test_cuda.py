@@ -29,7 +29,7 @@ needs_core = pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the
 
 def test_without_command_buffers() -> None:
     """Every kernel launched by its handler, none by a CUDA graph."""
-    check = f"{Path(__file__).parent}/test_beside_collectives.py::test_in_one_program[2-True]"
+    check = f"{Path(__file__).parent}/test_concurrency.py::test_in_one_program[2-True]"
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
     options = ("-q", "-n", "0", "-p", "no:cacheprovider")
     assert "1 passed" in helpers.run_python("-m", "pytest", *options, check, seconds=500, XLA_FLAGS=flags.strip())

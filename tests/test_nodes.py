@@ -1,5 +1,11 @@
-"""dispatch and combine over several nodes, which are the first axis of a mesh of one process, against the oracles."""
+"""dispatch and combine over several nodes, which are the first axis of a mesh of one process, against the oracles:
+there and back, in chunks the results of whole tokens by as many calls as chunks, odd routings, and what is refused."""
 
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -8,13 +14,46 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from helpers import Rng
 from jax.sharding import PartitionSpec as P
+from test_heartbeat import Store
 
-from jax_ep import CapacityError, Dispatched, Group, Implementation, NodeOptions, PlatformError, dispatch
+from jax_ep import (
+    CapacityError,
+    Dispatched,
+    Group,
+    Implementation,
+    NodeOptions,
+    PeerTimeoutError,
+    PlatformError,
+    combine,
+    dispatch,
+)
+from jax_ep.backends import NodesBackend
 from jax_ep.lax import ragged_all_to_all
+from jax_ep.ops.moe.types import NodeRouting
+from jax_ep.runtime import heartbeat, opening, topology
+from jax_ep.runtime.progress import Progress
 
 EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
 AXES = ("node", "ep")
+CAPACITY = 24  # of a rank
+BFLOAT16, FLOAT16, FLOAT32 = helpers.DTYPES
+# Nodes, ranks, node capacity, wire, dtype, and chunks: those that divide the tokens of a node or not, and more than
+# there are.
+WAYS = [
+    *((2, 4, None, None, BFLOAT16, chunks) for chunks in (1, 2)),
+    *((4, 2, None, None, FLOAT16, chunks) for chunks in (1, 4)),
+    *((2, 2, capacity, None, FLOAT32, chunks) for capacity, chunks in ((None, 100), (5, 2), (100, 1))),
+    (1, 2, None, None, FLOAT32, 1),
+    (2, 1, None, None, FLOAT32, 1),
+    (2, 4, 2, None, FLOAT32, 1),
+    (2, 4, 3, None, FLOAT32, 3),
+    (4, 2, 5, None, FLOAT32, 1),
+    *((2, 2, capacity, "float8", FLOAT32, 4) for capacity in (None, 4)),
+]
+
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def over(node: int, ep: int, **options: Any) -> Group:
@@ -170,3 +209,254 @@ def test_the_plan() -> None:
         few = group.node_plan(4096, 1, 256)
         assert few.expected == 2048
         assert few.capacity == 2560
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_there_and_back(way: Any, implementation: Implementation, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody writes is NaN before."""
+    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
+    nodes, ranks, node_capacity, wire, dtype, chunks = way
+    case = uneven(rng, nodes * ranks, 128 if wire else HIDDEN, dtype)
+    with over(nodes, ranks, nodes=NodeOptions(node_capacity, chunks)) as group:
+        assert (group.size, group.nodes, group.node_axes) == (nodes * ranks, nodes, ("node",))
+        sent: dict[str, Any] = {"on_overflow": "drop", "wire": wire, "capacity": CAPACITY, "alignment": 4}
+        found = run(group, case, implementation=implementation, **sent)
+        group.check()
+    form: dict[str, Any] = {"node_capacity": node_capacity, "fp8": wire is not None, "alignment": 4}
+    assert_there_and_back(found, group, case, **form)
+
+
+def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
+    """On a rank: the sums, their derivatives along the cotangent, and those of tokens and weights."""
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+        def sums(tokens: jax.Array, weights: jax.Array) -> jax.Array:
+            return helpers.round_trip(group, experts=jnp.tanh, num_experts=EXPERTS, **options)(tokens, ids, weights)[1]
+
+        out, back = jax.vjp(sums, tokens, weights)
+        return out, jax.jvp(sums, (tokens, weights), (cotangent, weights))[1], back(cotangent)
+
+    return body
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(("node_capacity", "chunks", "check_vma"), [(None, 2, True), (4, 4, False)])
+def test_the_bits_are_those_of_whole_tokens(node_capacity: int | None, chunks: int, check_vma: bool, rng: Rng) -> None:
+    """Forward and backward, in 16 bits; of routings whose rows do not fit, too."""
+    case = uneven(rng, 4, dtype=helpers.DTYPES[0])
+    operands = [jnp.asarray(x.reshape(-1, *x.shape[2:])) for x in (*case, case.tokens[:, ::-1])]
+    found = []
+    for number in (1, chunks):
+        with over(2, 2, nodes=NodeOptions(node_capacity, number)) as group:
+            body, spec = vjp_of(group, capacity=CAPACITY, on_overflow="drop"), P(AXES)
+            mapped = jax.shard_map(body, mesh=group.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+            found.append(helpers.fetch(jax.jit(mapped)(*operands)))
+            group.check()
+    for whole, cut in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(whole.view(np.uint8), cut.view(np.uint8))
+
+
+SCATTER, COMBINE = (rf'custom-call\(.*custom_call_target="jax_ep_{kernel}"' for kernel in ("scatter", "combine"))
+EXCHANGE = rf"\(?f32\[[^=]*\b{HIDDEN}\][^=]* (?:all-gather|all-to-all)\("  # of rows
+COPY = rf"f32\[{CAPACITY},{HIDDEN}\]\S* copy\(%(?!broadcast)"  # of a buffer of rows, unless it is of zeros
+
+
+def read(hlo: str) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Each instruction of a compiled program by its name, and the names of those that it waits for."""
+    found = dict(re.findall(r"^\s*(?:ROOT )?(%\S+) = (.*)$", hlo, re.MULTILINE))
+    waits: dict[str, set[str]] = {}
+    for name, text in found.items():  # operands come before what uses them
+        operands = {operand for operand in re.findall(r"%[\w.-]+", text) if operand in waits}
+        waits[name] = operands.union(*(waits[operand] for operand in operands))
+    return found, waits
+
+
+def counted(program: Any, *operands: Any) -> dict[str, int]:
+    """Calls of kernels, exchanges between nodes of rows, copies, and what would keep chunks from overlapping."""
+    found, waits = read(program.lower(*operands).compile().as_text())
+
+    def of_kind(pattern: str) -> set[str]:
+        return {name for name, text in found.items() if re.search(pattern, text)}
+
+    scatter, combine, exchange = (of_kind(each) for each in (SCATTER, COMBINE, EXCHANGE))
+    waiting = [name for name in exchange if waits[name] & scatter] + [
+        name for name in combine if waits[name] & exchange
+    ]
+    of_each = {"scatter": scatter, "combine": combine, "exchange": exchange, "copy": of_kind(COPY), "waiting": waiting}
+    return {kind: len(names) for kind, names in of_each.items()}
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU")
+@pytest.mark.parametrize("node_capacity", [None, 4])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chunks: int) -> None:
+    """All write into one buffer of rows, which is nowhere copied. No exchange waits for kernels that pass on what
+    another one brought, nor do kernels that sum rows up wait for an exchange.
+    """
+    with over(2, 2, nodes=NodeOptions(node_capacity, chunks)) as group:
+
+        def sent(tokens: jax.Array, ids: jax.Array) -> Any:
+            return dispatch(tokens, ids, group=group, num_experts=EXPERTS, capacity=CAPACITY, on_overflow="drop")
+
+        def summed(rows: jax.Array, routing: Any) -> jax.Array:
+            return combine(rows, routing, group=group)
+
+        def of_sums(rows: jax.Array, routing: Any, cotangent: jax.Array) -> Any:
+            return jax.vjp(lambda rows: combine(rows, routing, group=group), rows)[1](cotangent)
+
+        def of_rows(tokens: jax.Array, ids: jax.Array, cotangent: jax.Array) -> Any:
+            return jax.vjp(lambda tokens: sent(tokens, ids).rows, tokens)[1](cotangent)
+
+        tokens, ids = np.zeros((2, 2, TOKENS, HIDDEN), np.float32), np.zeros((2, 2, TOKENS, TOP_K), np.int32)
+        out = jax.eval_shape(helpers.per_rank(sent, group.mesh), tokens, ids)
+        rows = out.rows, out.routing
+        moved = {"scatter": chunks, "combine": 0, "exchange": chunks, "copy": 0, "waiting": 0}
+        added = {"scatter": 0, "combine": chunks, "exchange": chunks, "copy": 0, "waiting": 0}
+        for body, operands, expected in (
+            (sent, (tokens, ids), moved),
+            (summed, rows, added),
+            (of_sums, (*rows, tokens), moved),
+            (of_rows, (tokens, ids, out.rows), added),
+        ):
+            assert counted(helpers.per_rank(body, group.mesh), *operands) == expected, body.__name__
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
+def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: helpers.Rng) -> None:
+    """What is counted stays int32, so that combine takes the routing."""
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
+    with over(2, 2, nodes=NodeOptions(node_capacity)) as group:
+        plain = run(group, case, **options)
+        with jax.enable_x64(True):
+            wide = run(group, case, **options)
+        group.check()
+    assert plain[0].routing.dropped.any() == (node_capacity is not None)
+    for one, other in zip(*map(jax.tree.leaves, (plain, wide)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between processes: once, whatever is taken of its results, and in whatever transformation. A dispatch whose
+    results `jax.checkpoint` keeps may begin again on a GPU."""
+    monkeypatch.setattr(NodesBackend, "marked", property(lambda nodes: nodes._inside.ranks))
+    case = helpers.draw_case(np.random.default_rng(helpers.SEED), 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
+    with over(2, 2) as group:
+        assert group.intranode is not None
+        progress = Progress(helpers.native(group.intranode).marks)
+        both = helpers.round_trip(group, num_experts=EXPERTS, implementation="auto")
+        saves_dispatch = jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch")
+
+        def loss(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.sum(both(tokens, ids, weights)[1] ** 2)
+
+        def in_scan(tokens: jax.Array, *others: jax.Array) -> jax.Array:
+            return jnp.sum(jax.lax.scan(lambda x, _: (both(x, *others)[1], None), tokens, None, length=3)[0])
+
+        def moved(tokens: jax.Array, *others: jax.Array) -> Any:
+            return jax.jvp(lambda x: jax.grad(loss)(x, *others), (tokens,), (tokens,))
+
+        remat = jax.grad(jax.checkpoint(loss, policy=saves_dispatch))
+        for body, calls in (
+            (both, 2),
+            (lambda *x: both(*x)[0].group_sizes, 1),
+            (jax.grad(loss), 4),
+            (jax.grad(loss, 2), 4),
+            (remat, 4),
+            (jax.grad(in_scan), 12),
+            (moved, 6),
+            (lambda x, *others: jax.vmap(lambda x: both(x, *others)[1])(jnp.stack([x, x])), 2),
+        ):
+            before = progress.marks
+            helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+            begun, ended, last = progress.marks
+            assert ended == begun
+            again = body is remat and jax.default_backend() == "gpu"
+            assert begun - before.begun in (calls, calls + again)
+        assert last.startswith("combine capacity=")
+
+
+def test_a_routing_that_names_no_token(implementation: Implementation, rng: helpers.Rng) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    with over(2, 2, nodes=NodeOptions(3)) as group:
+        operands = helpers.on_mesh(group.mesh, case)
+        options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
+
+        def body(wrong: int, *operands: jax.Array) -> jax.Array:
+            tokens, ids, weights = operands
+            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+            assert isinstance(out.routing, NodeRouting)
+            assert out.routing.sent is not None
+            spoiled = dataclasses.replace(out.routing, sent=out.routing.sent.at[1, 0].set(wrong))
+            return combine(out.rows, spoiled, group=group, implementation=implementation)
+
+        for wrong in (-1, TOKENS + 1, -(2**31), 2**31 - 1):
+            sums = helpers.fetch(helpers.per_rank(functools.partial(body, wrong), group.mesh)(*operands))
+            assert np.isnan(sums).all()
+
+
+def test_a_routing_of_another_kind(rng: helpers.Rng) -> None:
+    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
+    with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
+        operands = helpers.on_mesh(group.mesh, case)
+        for here, there, match in (
+            (group, one, "of one node, as group is, got one across nodes"),
+            (one, group, "across nodes, as group is, got one of one node"),
+        ):
+
+            def body(*operands: jax.Array, here: Group = here, there: Group = there) -> jax.Array:
+                out = dispatch(*operands, group=here, num_experts=EXPERTS)
+                return combine(out.rows, out.routing, group=there)
+
+            with pytest.raises(ValueError, match=f"^combine: routing must be of a group {match}"):
+                jax.eval_shape(helpers.per_rank(body, group.mesh), *operands)
+
+
+def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the hosts of all processes, then for those of its own host, then for those of other hosts."""
+    left = []
+
+    def slow(stage: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            deadline = options.get("open_timeout") or arguments[-1]
+            left.append(deadline.left())
+            time.sleep(0.4)
+            return stage(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(topology, "crosses_nodes", slow(topology.crosses_nodes))
+    monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
+    monkeypatch.setattr(topology, "other_processes", lambda *_: {1: "process 1"})
+    store = Store()
+    heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
+    monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda: heartbeat_thread)
+    start = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
+        over(2, 2, open_timeout=1.2)
+    assert 1.2 <= time.monotonic() - start < 1.6
+    assert left == sorted(left, reverse=True)
+    assert left[-1] <= 0.8
+    heartbeat_thread.stop()
+
+
+def test_wrong_arguments() -> None:
+    mesh = helpers.mesh_of(node=2, ep=2)
+    with pytest.raises(ValueError, match=r"^Group: axis_name must be a tuple where across_nodes is True, got 'ep'"):
+        Group(mesh, "ep", across_nodes=True)
+    with pytest.raises(TypeError, match="across_nodes must be True or False"):
+        Group(mesh, AXES, across_nodes=1)  # pyright: ignore[reportArgumentType]
+    with Group(mesh, AXES, timeout=30) as group:
+        assert (group.nodes, group.intranode, group.node_axes) == (1, None, ())
+    capacities = [("capacity", 0, ValueError), ("capacity", "all", ValueError), ("capacity", 2.5, TypeError)]
+    chunks = [*(("chunks", x, ValueError) for x in (0, -2)), *(("chunks", x, TypeError) for x in (2.5, "auto", True))]
+    for name, wrong, error in capacities + chunks:
+        with pytest.raises(error, match=rf"^Group: nodes\.{name} must be"):
+            over(2, 2, nodes=NodeOptions(**{name: wrong}))
+    with pytest.raises(TypeError, match=r"^Group: nodes must be a jax_ep\.NodeOptions or None, got int"):
+        over(2, 2, nodes=3)

@@ -84,7 +84,7 @@ def in_one_process(*, staged: bool = False, mesh: Mesh | None = None) -> tuple[d
 
 def test_as_one_process(tmp_path: Path) -> None:
     """Whether peers map memory or stage it, also within a process. Then calls that differ, and what
-    test_beside_collectives.py has of one."""
+    test_concurrency.py has of one."""
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     expected, ops = in_one_process()
     assert helpers.bits(in_one_process(staged=True)[0]) == helpers.bits(expected)
