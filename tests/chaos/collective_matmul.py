@@ -1,45 +1,43 @@
 """Random programs of the collective matmuls, and their gradients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import helpers
 import jax
 import matmul_cases
 import numpy as np
-
-from jax_ep import Group, Implementation
+from helpers import Rng
 
 from .compare import assert_near, draw_floats, pick
-from .programs import Program, compiled
+from .programs import Program
 
 
 class CollectiveMatmul(Program):
     """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
 
-    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
         self.op = pick(rng, *matmul_cases.OPS)
         self.dtype = pick(rng, *helpers.DTYPES)
         m, k, n = (int(pick(rng, 1, 2, 5, 8, 16, 24, 40, 127, 129)) for _ in range(3))
         if self.op == "matmul_reduce_scatter":
-            m *= group.size
-        if not matmul_cases.served(group, self.implementation, (m, k, n), self.dtype):
+            m *= self.group.size
+        if not matmul_cases.served(self.group, self.implementation, (m, k, n), self.dtype):
             self.dtype, k, n = helpers.DTYPES[0], -(-k // 8) * 8, -(-n // 8) * 8
         self.shape = (m, k, n)
         self.result_dtype = pick(rng, None, helpers.DTYPES[2])
         self.bias, self.gradient = bool(rng.random() < 0.3), bool(rng.random() < 0.35)
-        self.options = {
-            name: getattr(self, name) for name in ("op", "dtype", "shape", "result_dtype", "bias", "gradient")
-        }
+        names = ("op", "dtype", "shape", "result_dtype", "bias", "gradient")
+        self.options = {name: getattr(self, name) for name in names}
         multiply = matmul_cases.OPS[self.op]
-        keywords: dict[str, Any] = {"preferred_element_type": self.result_dtype, "implementation": implementation}
+        keywords = self.by | {"preferred_element_type": self.result_dtype}
 
         def forward(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
-            return multiply(a, b, group=group, bias=bias if self.bias else None, **keywords)
+            return multiply(a, b, bias=bias if self.bias else None, **keywords)
 
-        self.run = compiled(matmul_cases.pulled(self.op, group, **keywords) if self.gradient else forward, group)
+        return matmul_cases.pulled(self.op, **keywords) if self.gradient else forward
 
-    def check(self, rng: helpers.Rng) -> bool:
+    def check(self, rng: Rng) -> bool:
         size, (m, k, n) = self.group.size, self.shape
         strange = not self.gradient and rng.random() < 0.2
         a, b = draw_floats(rng, (size, m, k), self.dtype, strange), draw_floats(rng, (size, k, n), self.dtype)

@@ -1,16 +1,16 @@
 """Random programs of moe_mlp."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import helpers
 import jax.numpy as jnp
 import numpy as np
 import oracle
-
-from jax_ep import Group, Implementation
+from helpers import Rng
 
 from .compare import assert_near, draw_floats, pick
-from .programs import compiled
 from .routed import Routed
 
 
@@ -19,9 +19,9 @@ class MoeMlp(Routed):
 
     strange_weights = False  # infinity times a sum that is about 0 has the sign of its rounding
 
-    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
-        self.shape["experts"] = group.size * int(pick(rng, 1, 2, 3))
+    def draw_options(self, rng: Rng) -> None:
+        super().draw_options(rng)
+        self.shape["experts"] = self.group.size * int(pick(rng, 1, 2, 3))
         if not self.wire:
             self.hidden = int(pick(rng, 4, 8, 24))
         self.strange_tokens = not self.wire
@@ -30,29 +30,23 @@ class MoeMlp(Routed):
         for name in ("alignment", "num_experts", "expand"):
             del self.options[name], self.keywords[name]
         self.alignment = 1
-        mlp = partial(helpers.moe_sums, group=group, implementation=implementation, **self.keywords)
-        self.run = compiled(mlp, group)
 
-    def check(self, rng: helpers.Rng) -> bool:
-        case, local = self.draw(rng), self.shape["experts"] // self.group.size
+    def function(self) -> Callable[..., Any]:
+        return partial(helpers.moe_sums, **self.by, **self.keywords)
+
+    def more(self, rng: Rng, case: helpers.Case) -> tuple[np.ndarray, ...]:
+        size, local = self.group.size, self.shape["experts"] // self.group.size
         shapes = ((self.hidden, self.width), (self.hidden, self.width), (self.width, self.hidden))
-        gate, up, down = (
-            (draw_floats(rng, (self.group.size, local, *shape), np.float32) / shape[0] ** 0.5).astype(self.dtype)
-            for shape in shapes
-        )
-        expected = self.expected(case, self.capacity())
-        if self.overflows(expected):
-            with self.expect_overflow(expected):
-                helpers.fetch(self.run(*case, gate, up, down))
-            return True
-        actual = helpers.fetch(self.run(*case, gate, up, down))
-        experts = [x.reshape(-1, *x.shape[2:]).astype(np.float64) for x in (gate, up, down)]
+        drawn = (draw_floats(rng, (size, local, *shape), np.float32) / shape[0] ** 0.5 for shape in shapes)
+        return tuple(x.astype(self.dtype) for x in drawn)
+
+    def assert_right(self, results: Any, case: helpers.Case, more: Any, expected: oracle.Expected) -> None:
+        experts = [x.reshape(-1, *x.shape[2:]).astype(np.float64) for x in more]
         with np.errstate(all="ignore"):
             exact, magnitude, steps = self.exact(case, expected, experts)
         magnitude, steps = (np.where(np.isfinite(x), x, 1) for x in (magnitude, steps))
         floor = steps * float(jnp.finfo(self.dtype).smallest_subnormal)
-        assert_near(actual, exact, magnitude, 8, "moe_mlp", floor)
-        return False
+        assert_near(results, exact, magnitude, 8, "moe_mlp", floor)
 
     def exact(
         self, case: helpers.Case, expected: oracle.Expected, experts: list[np.ndarray]

@@ -8,6 +8,7 @@ from typing import Any
 import helpers
 import jax
 import numpy as np
+from helpers import Rng
 
 from jax_ep import Group, Implementation
 
@@ -17,19 +18,26 @@ class Program(abc.ABC):
 
     Attributes:
       options: what was drawn, to be shown where it fails.
+      by: the arguments of the op that say where it runs.
     """
 
-    def __init__(self, rng: helpers.Rng, group: Group, implementation: Implementation):
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
         self.group = group
         self.implementation: Implementation = implementation
+        self.by: dict[str, Any] = {"group": group, "implementation": implementation}
         self.options: dict[str, Any] = {}
+        self.run = compiled(self.prepare(rng), group)
+
+    @abc.abstractmethod
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
+        """Draws shapes and options; returns the function of one rank."""
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())
         return f"{type(self).__name__} on {self.group.size} ranks by {self.implementation}: {options}"
 
     @abc.abstractmethod
-    def check(self, rng: helpers.Rng) -> bool:
+    def check(self, rng: Rng) -> bool:
         """Runs it with random values and compares all results with numpy.
 
         Returns:

@@ -1,5 +1,6 @@
 """Random programs of ragged_all_to_all, and slices that it must refuse."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import oracle
 from helpers import BIG, Rng
 
-from jax_ep import Group, Implementation, InvalidRoutingError
+from jax_ep import InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
 
 from .compare import assert_same, pick
-from .programs import Program, compiled
+from .programs import Program
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int16, np.int32, np.uint32)
 GRADIENT_DTYPES = DTYPES[:3]
@@ -54,20 +55,20 @@ def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
 class Ragged(Program):
     """Forward, or with its gradient, with a part of the slices empty or crowded."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, "kernels")  # the op has no argument for it
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
+        self.implementation = "kernels"  # what the op chooses
         self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
         self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))
         self.row: tuple[int, ...] = pick(rng, (), (1,), (3,), (2, 7), (64,), (5, 1, 3))
         self.dtype = np.dtype(pick(rng, *(GRADIENT_DTYPES if self.gradient else DTYPES)))
         names = ("each", "gradient", "rows", "result_rows", "row", "dtype")
         self.options = {name: getattr(self, name) for name in names}
-        exchange = partial(ragged_all_to_all, axis_name=group.axis_name)
+        exchange = partial(ragged_all_to_all, axis_name=self.group.axis_name)
 
         def pulled(operand: jax.Array, output: jax.Array, above: jax.Array, *slices: jax.Array) -> Any:
             return jax.vjp(lambda x, y: exchange(x, y, *slices), operand, output)[1](above)
 
-        self.run = compiled(pulled if self.gradient else exchange, group)
+        return pulled if self.gradient else exchange
 
     def draw_slices(self, rng: Rng) -> oracle.Slices:
         size, each = self.group.size, self.each

@@ -1,6 +1,7 @@
 """Random programs of dispatch, combine and moe_mlp, with their gradients."""
 
-import contextlib
+import abc
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -11,11 +12,11 @@ import oracle
 from helpers import BIG, Case, Rng
 
 import jax_ep
-from jax_ep import CapacityError, Group, Implementation
+from jax_ep import CapacityError
 from jax_ep.ops.matmul.rows import take_rows
 
 from .compare import assert_near, assert_same, draw_floats, pick
-from .programs import Program, compiled
+from .programs import Program
 
 CHUNK_EDGES = (511, 512, 513, 1023, 1024, 1025, 1100)  # tokens, where ways to travel change
 
@@ -52,9 +53,37 @@ class Routed(Program):
 
     strange_tokens = strange_weights = True
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
-        self.shape = draw_shape(rng, group.size)
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
+        self.draw_options(rng)
+        return self.function()
+
+    @abc.abstractmethod
+    def function(self) -> Callable[..., Any]:
+        """Of tokens, ids, weights, and what `more` draws."""
+
+    def more(self, rng: Rng, case: Case) -> tuple[np.ndarray, ...]:
+        return ()
+
+    @abc.abstractmethod
+    def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None: ...
+
+    def check(self, rng: Rng) -> bool:
+        case = self.draw(rng)
+        more, expected = self.more(rng, case), self.expected(case, self.capacity())
+        if self.drop or not (expected.needed > self.capacity()).any():
+            self.assert_right(helpers.fetch(self.run(*case, *more)), case, more, expected)
+            return False
+        rank = int(np.argmax(expected.needed > self.capacity()))
+        match = f"rank {rank} needs {expected.needed[rank]} rows but capacity is {self.capacity()}"
+        with helpers.expect_failure(self.group, CapacityError, match, self.implementation):
+            self.assert_nothing(helpers.fetch(self.run(*case, *more)))
+        return True
+
+    def assert_nothing(self, results: Any) -> None:
+        """What a GPU delivers where rows find no room."""
+
+    def draw_options(self, rng: Rng) -> None:
+        self.shape = draw_shape(rng, self.group.size)
         self.wire = bool(rng.random() < 0.3)
         self.hidden = int(pick(rng, 128, 256, 384) if self.wire else pick(rng, 1, 3, 8, 17, 64, 130, 256))
         self.dtype = pick(rng, *helpers.DTYPES)
@@ -67,9 +96,9 @@ class Routed(Program):
             "wire": "float8" if self.wire else None,
             "expand": bool(rng.random() < 0.5),
         }
-        most = group.size * self.shape["tokens"] * self.shape["top_k"]
+        most = self.group.size * self.shape["tokens"] * self.shape["top_k"]
         if rng.random() < 0.5:
-            rows = int(rng.integers(1, max(2, pick(rng, most, most // group.size))))
+            rows = int(rng.integers(1, max(2, pick(rng, most, most // self.group.size))))
             self.keywords["capacity"] = -(-rows // self.alignment) * self.alignment
         self.options = self.shape | {"hidden": self.hidden, "dtype": self.dtype} | self.keywords
 
@@ -98,14 +127,6 @@ class Routed(Program):
         rows = self.group.size * self.shape["tokens"] * min(self.shape["top_k"], experts)
         return (rows + min(experts, rows) * (self.alignment - 1)) // self.alignment * self.alignment
 
-    def overflows(self, expected: oracle.Expected) -> bool:
-        return not self.drop and bool((expected.needed > self.capacity()).any())
-
-    def expect_overflow(self, expected: oracle.Expected) -> contextlib.AbstractContextManager[None]:
-        rank = int(np.argmax(expected.needed > self.capacity()))
-        match = f"rank {rank} needs {expected.needed[rank]} rows but capacity is {self.capacity()}"
-        return helpers.expect_failure(self.group, CapacityError, match, self.implementation)
-
     def assert_tokens(self, actual: np.ndarray, case: Case, expected: oracle.Expected) -> None:
         """Bit for bit; blocks of float8 that hold NaN or infinity may be NaN."""
         found, wanted = helpers.wide(actual), helpers.wide(expected.rows)
@@ -130,18 +151,14 @@ class Routed(Program):
 class RoundTrip(Routed):
     """dispatch, and combine of the very rows that arrived."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
-        self.run = compiled(helpers.round_trip(group, implementation=implementation, **self.keywords), group)
+    def function(self) -> Callable[..., Any]:
+        return helpers.round_trip(**self.by, **self.keywords)
 
-    def check(self, rng: Rng) -> bool:
-        case = self.draw(rng)
-        expected = self.expected(case, self.capacity())
-        if self.overflows(expected):
-            with self.expect_overflow(expected):
-                helpers.assert_nothing_delivered(helpers.fetch(self.run(*case))[0], self.implementation)
-            return True
-        dispatched, combined = helpers.fetch(self.run(*case))
+    def assert_nothing(self, results: Any) -> None:
+        helpers.assert_nothing_delivered(results[0], self.implementation)
+
+    def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
+        dispatched, combined = results
         assert_same(dispatched.group_sizes, expected.group_sizes, "group_sizes")
         helpers.assert_routing(dispatched, expected)
         self.assert_tokens(dispatched.rows, case, expected)
@@ -149,71 +166,49 @@ class RoundTrip(Routed):
             exact = oracle.combine(dispatched.rows, expected.targets, case.weights)
             magnitude = oracle.combine(np.abs(dispatched.rows), expected.targets, np.abs(case.weights))
         assert_near(combined, exact, magnitude, 1, "combine")
-        return False
 
 
 class Float8(Routed):
     """dispatch that leaves its rows in float8."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
+    def draw_options(self, rng: Rng) -> None:
+        super().draw_options(rng)
         self.wire, self.hidden = True, int(pick(rng, 128, 256, 384))
         self.keywords |= {"wire": "float8_rows"}
         self.options |= {"hidden": self.hidden} | self.keywords
 
-        def rows_of(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax_ep.Dispatched:
-            out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
-            return helpers.expanded(out)
+    def function(self) -> Callable[..., Any]:
+        return lambda *operands: helpers.expanded(jax_ep.dispatch(*operands, **self.by, **self.keywords))
 
-        self.run = compiled(rows_of, group)
-
-    def check(self, rng: Rng) -> bool:
-        case = self.draw(rng)
-        expected = self.expected(case, self.capacity())
-        if self.overflows(expected):
-            with self.expect_overflow(expected):
-                helpers.fetch(self.run(*case))
-            return True
-        dispatched = helpers.fetch(self.run(*case))
-        helpers.assert_routing(dispatched, expected)
-        values, scales = dispatched.rows.values, dispatched.rows.scales
+    def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
+        helpers.assert_routing(results, expected)
         with np.errstate(invalid="ignore"):
-            wide = helpers.wide(values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
+            wide = helpers.wide(results.rows.values) * np.repeat(results.rows.scales, oracle.FP8_BLOCK, axis=2)
         self.assert_tokens(wide.astype(self.dtype), case, expected)
-        return False
 
 
 class Gradients(Routed):
     """Gradients of tokens and weights, through dispatch, an elementwise expert and combine."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
-
+    def function(self) -> Callable[..., Any]:
         def layer(tokens: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-            out = jax_ep.dispatch(tokens, ids, weights, group=group, implementation=implementation, **self.keywords)
+            out = jax_ep.dispatch(tokens, ids, weights, **self.by, **self.keywords)
             rows = take_rows(out.rows, out.indices) if isinstance(out, jax_ep.Unexpanded) else out.rows
-            rows = 3 * rows if self.wire else rows * rows
-            return jax_ep.combine(rows, out.routing, group=group, implementation=implementation), out.routing.targets
+            return jax_ep.combine(3 * rows if self.wire else rows * rows, out.routing, **self.by), out.routing.targets
 
-        def pulled(tokens: jax.Array, weights: jax.Array, ids: jax.Array, above: jax.Array) -> Any:
+        def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, above: jax.Array) -> Any:
             _, pull, targets = jax.vjp(lambda t, w: layer(t, w, ids), tokens, weights, has_aux=True)
             return *pull(above), targets
 
-        self.run = compiled(pulled, group)
+        return pulled
 
-    def check(self, rng: Rng) -> bool:
-        case = self.draw(rng)
-        above = draw_floats(rng, case.tokens.shape, self.dtype)
-        expected = self.expected(case, self.capacity())
-        operands = case.tokens, case.weights, case.ids, above
-        if self.overflows(expected):
-            with self.expect_overflow(expected):
-                helpers.fetch(self.run(*operands))
-            return True
-        d_tokens, d_weights, targets = helpers.fetch(self.run(*operands))
+    def more(self, rng: Rng, case: Case) -> tuple[np.ndarray, ...]:
+        return (draw_floats(rng, case.tokens.shape, self.dtype),)
+
+    def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
+        d_tokens, d_weights, targets = results
         assert_same(targets, expected.targets, "targets")
-        self.assert_gradients(case, above, targets >= 0, d_tokens, d_weights)
-        return False
+        self.assert_gradients(case, more[0], targets >= 0, d_tokens, d_weights)
 
     def assert_gradients(
         self, case: Case, above: np.ndarray, arrived: np.ndarray, d_tokens: Any, d_weights: Any

@@ -1,5 +1,6 @@
 """Random programs of sparse_all_reduce."""
 
+from collections.abc import Callable
 from typing import Any
 
 import helpers
@@ -9,10 +10,10 @@ import numpy as np
 import sparse_cases
 from helpers import BIG, Rng
 
-from jax_ep import CapacityError, Group, Implementation, SparseRows, sparse_all_reduce
+from jax_ep import CapacityError, SparseRows, sparse_all_reduce
 
 from .compare import assert_near, assert_same, draw_floats, pick
-from .programs import Program, compiled
+from .programs import Program
 
 
 def draw_ids(rng: Rng, size: int, entries: int, num_rows: int) -> np.ndarray:
@@ -33,13 +34,12 @@ def draw_ids(rng: Rng, size: int, entries: int, num_rows: int) -> np.ndarray:
 class Entries(Program):
     """Rows of a table, of which only the first `count` count; some were ignored and dropped before."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
+    def draw_shape(self, rng: Rng) -> None:
         self.entries = int(pick(rng, 0, 1, 2, 9, 24, 33, 65, 150))
         self.width = int(pick(rng, 1, 3, 4, 20, 64, 130))
         self.num_rows = int(pick(rng, 1, 2, 31, 32, 33, 100, 1000, 100_000))
         self.dtype = pick(rng, *helpers.DTYPES)
-        most = max(1, min(self.num_rows, group.size * self.entries))
+        most = max(1, min(self.num_rows, self.group.size * self.entries))
         self.capacity = int(pick(rng, most, most, rng.integers(1, most + 1), most + 5))
         self.options = {name: getattr(self, name) for name in ("entries", "width", "num_rows", "dtype", "capacity")}
 
@@ -70,8 +70,8 @@ class Entries(Program):
 
 
 class AllReduce(Entries):
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
+        self.draw_shape(rng)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.overflow = pick(rng, "raise", "drop")
         keywords = {"op": self.op, "sharded": self.sharded, "on_overflow": self.overflow}
@@ -81,9 +81,9 @@ class AllReduce(Entries):
         def reduced(ids: jax.Array, values: jax.Array, *counts: jax.Array) -> SparseRows:
             count, ignored, dropped = counts
             rows = SparseRows(ids, values, count, self.num_rows, ignored, dropped)
-            return sparse_all_reduce(rows, group=group, implementation=implementation, **keywords)
+            return sparse_all_reduce(rows, **self.by, **keywords)
 
-        self.run = compiled(reduced, group)
+        return reduced
 
     def check(self, rng: Rng) -> bool:
         ids, values, counts, ignored, dropped = self.draw(rng)
@@ -101,8 +101,8 @@ class AllReduce(Entries):
 class AllReduceGradient(Entries):
     """Every rank has a loss of its own; of what is dropped there is no gradient."""
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        super().__init__(rng, group, implementation)
+    def prepare(self, rng: Rng) -> Callable[..., Any]:
+        self.draw_shape(rng)
         self.op, self.sharded = pick(rng, "sum", "mean", "mean_by_count"), bool(rng.random() < 0.5)
         self.num_rows, self.dtype = min(self.num_rows, 1000), helpers.DTYPES[2]
         keywords: dict[str, Any] = {"op": self.op, "sharded": self.sharded, "capacity": self.capacity}
@@ -112,14 +112,12 @@ class AllReduceGradient(Entries):
         def gradient(ids: jax.Array, values: jax.Array, above: jax.Array) -> jax.Array:
             def loss(values: jax.Array) -> jax.Array:
                 rows = SparseRows.from_entries(ids, values, num_rows=self.num_rows)
-                out = sparse_all_reduce(
-                    rows, group=group, on_overflow="drop", implementation=implementation, **keywords
-                )
+                out = sparse_all_reduce(rows, on_overflow="drop", **self.by, **keywords)
                 return jnp.sum(above.at[out.indices].get(mode="fill", fill_value=0) * out.values)
 
             return jax.grad(loss)(values)
 
-        self.run = compiled(gradient, group)
+        return gradient
 
     def check(self, rng: Rng) -> bool:
         ids, values, counts, *_ = self.draw(rng, strange=False)
