@@ -71,7 +71,7 @@ void check_overlap_plans(const HardwareModel& model) {
 
 // Two ranks that exchange their tiles agree on more than the call: a device of other SMs, or another max_sms, is told
 // apart, and named.
-void check_exchanges() {
+TEST_CASE("ranks that exchange tiles agree on their plan") {
   const HardwareModel whole = hopper(), part = limit_sms(whole, 64);
   MatmulReduceArgs args{};
   args.dtype = args.operand_dtype = DType::bfloat16;
@@ -92,7 +92,7 @@ void check_exchanges() {
   expect(describe(called).find("CTAs") == std::string::npos, "they have no plan to name", part, describe(called));
 }
 
-void check_models() {
+TEST_CASE("a device says what it has") {
   const HardwareModel half = hardware_model(66, 1 << 16, 32);
   expect(half.row_sms == 48 && half.shared_bytes == 1 << 16, "a device says what it has", half, "");
   const HardwareModel few = limit_sms(hopper(), 100);
@@ -109,8 +109,6 @@ void on_all_devices(Check check) {
     for (const int sms : {4, 8, 31, 32, 64, 96, 222}) check(hardware_model(sms, 1 << 16, lanes));
 }
 
-TEST_CASE("a device says what it has") { check_models(); }
-TEST_CASE("ranks that exchange tiles agree on their plan") { check_exchanges(); }
 TEST_CASE("ops on rows ask for no more than there is") {
   on_all_devices(check_row_plans);
   on_all_devices([](const HardwareModel& device) { check_row_plans(limit_sms(device, 1)); });

@@ -42,7 +42,7 @@ void exchange(const Comm& comm) {
 }
 
 // A rank that cannot run its op: all learn why, and at once.
-void lone_failure() {
+TEST_CASE("a rank that cannot run its op fails it for all ranks") {
   const auto group = make_group();
   const int site = 0;
   Outcome outcomes[kRanks];
@@ -71,7 +71,7 @@ void parked_when_an_op_fails() {
 }
 
 // A rank is parked when the group fails elsewhere, as it does when a process is lost; then others arrive.
-void parked_when_the_group_fails() {
+TEST_CASE("a parked rank learns that the group failed") {
   const auto group = make_group();
   const int site = 0;
   Outcome parked, late;
@@ -83,7 +83,7 @@ void parked_when_the_group_fails() {
 
 // A rank fails while another still writes: results come when nobody can write into them any more, and with them the
 // error.
-void results_wait_for_slow_ranks() {
+TEST_CASE("results of a failed op wait for ranks that still write") {
   const auto group = make_group();
   const int site = 0;
   Outcome outcomes[kRanks];
@@ -104,7 +104,7 @@ void results_wait_for_slow_ranks() {
 }
 
 // Ranks of one line that stand at different calls until the timeout are told so.
-void ranks_at_different_calls() {
+TEST_CASE("ranks that stand at different calls are told so") {
   const auto group = std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1}}, 0.2, /*poison=*/false);
   const int here = 0, there = 0;
   Outcome outcomes[2];
@@ -122,13 +122,9 @@ void ranks_at_different_calls() {
   }
 }
 
-TEST_CASE("a rank that cannot run its op fails it for all ranks") { lone_failure(); }
 TEST_CASE("a parked rank learns that another op failed") {
   for (int i = 0; i < 100; ++i) parked_when_an_op_fails();
 }
-TEST_CASE("a parked rank learns that the group failed") { parked_when_the_group_fails(); }
-TEST_CASE("results of a failed op wait for ranks that still write") { results_wait_for_slow_ranks(); }
-TEST_CASE("ranks that stand at different calls are told so") { ranks_at_different_calls(); }
 
 }  // namespace
 }  // namespace jax_ep

@@ -188,65 +188,6 @@ inline void lost_rank(int tokens, Way way) {
   }
 }
 
-// The host reads reports while a rank writes the next one over them: it sees each whole, or not at all.
-inline void reports_are_whole(int count) {
-  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  const Comm& comm = group.comm({0, 0});
-  std::atomic<bool> done{false};
-  std::thread rank([&] {
-    for (int i = 1; i <= count; ++i) {
-      Report report{static_cast<uint64_t>(i), Failure::capacity, OpKind::dispatch, 0, 0, 0, i, i};
-      if (i % 2)
-        report = {
-            report.epoch, Failure::invalid, OpKind::combine, 0, 0, static_cast<int64_t>(RoutingLeaf::row_of), -i, -i};
-      leave_report(comm.own_signal_pad, comm.report, report);
-    }
-    done = true;
-  });
-  for (bool last = false; !last;) {
-    last = done;
-    const auto error = group.take_error();
-    if (!error) continue;
-    long long first = 0, second = -1;
-    const char* text = std::strpbrk(error->message.c_str(), ":") + std::strlen(": rank 0");
-    const bool capacity = error->kind == ErrorKind::capacity;
-    const int read =
-        capacity ? std::sscanf(text, " needs %lld rows but capacity is %lld", &first, &second)
-                 : std::sscanf(text, ": routing.row_of holds %lld, which is out of bounds: it must be below %lld",
-                               &first, &second);
-    expect(read == 2 && first == second && (first > 0) == capacity, error->message.c_str());
-  }
-  rank.join();
-}
-
-// Peers gave up between two ops of a rank, which may have been stopped meanwhile: its next op says so, once.
-inline void given_up_between_ops() {
-  Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);
-  std::vector<Rank> ranks = draw_ranks(40, 4);
-  for (int rank = 0; rank < kRanks; ++rank) store_relaxed(&group.signal_pad({0, rank})->abort, uint64_t{1 + 1});
-  dispatch_on_all_ranks(group, ranks, Way::few);
-  for (int rank = 0; rank < kRanks; ++rank) {
-    expect(std::isnan(ranks[rank].rows[0]), "nothing is delivered");
-    const auto seen = group.reported({0, rank});
-    expect(seen && seen->kind == ErrorKind::peer_lost, "every rank tells the host");
-  }
-  dispatch_on_all_ranks(group, ranks, Way::few);
-  for (int rank = 0; rank < kRanks; ++rank)
-    expect(group.comm({0, rank}).report->epoch == 1, "the first op that failed has the word");
-}
-
-// A rank is absent. The others wait for it until the timeout, and a grace for it to stop writing, once: not in each op
-// that follows.
-inline void one_grace_for_all_ops() {
-  Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
-  std::vector<Rank> ranks = draw_ranks(40, 5);
-  const auto began = std::chrono::steady_clock::now();
-  for (int op = 0; op < 60; ++op) dispatch_on_all_ranks(group, ranks, Way::few, /*absent=*/3);
-  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-  expect(took.count() < 3.0, "a failed group ends its ops at once");  // 60 graces are 6 s
-  expect(std::isnan(ranks[0].rows[0]), "nothing is delivered");
-}
-
 // One rank runs another op, or the op with another number of tokens: nothing is pushed, and the error names both calls.
 inline void different_ops(bool other_op) {
   Group group({{0, 1, 2, 3}}, 20.0, /*poison=*/false);

@@ -50,7 +50,7 @@ class Count {
   int done_ = 0;
 };
 
-void results_wait_for_a_free_thread() {
+TEST_CASE("a job waits for a free thread") {
   Count begun, released, done;
   Elastic elastic;
   no_threads = true;
@@ -67,7 +67,7 @@ void results_wait_for_a_free_thread() {
   no_threads = false;
 }
 
-void results_do_not_wait_otherwise() {
+TEST_CASE("every job has a thread where there are threads") {
   Count begun, done;
   Elastic elastic;
   for (int i = 0; i < 3; ++i)
@@ -79,7 +79,7 @@ void results_do_not_wait_otherwise() {
   expect(done.reaches(3, 9), "every job has a thread");
 }
 
-void a_worker_says_so() {
+TEST_CASE("a worker without a thread is an error") {
   no_threads = true;
   bool refused = false;
   try {
@@ -90,10 +90,6 @@ void a_worker_says_so() {
   no_threads = false;
   expect(refused, "without a thread there is no worker");
 }
-
-TEST_CASE("a job waits for a free thread") { results_wait_for_a_free_thread(); }
-TEST_CASE("every job has a thread where there are threads") { results_do_not_wait_otherwise(); }
-TEST_CASE("a worker without a thread is an error") { a_worker_says_so(); }
 
 }  // namespace
 }  // namespace jax_ep

@@ -132,31 +132,6 @@ void open_many(int process, const std::vector<int>& sockets) {
   expect(signal_pads.size() <= 2 * kRanks, "signal pads are used again");
 }
 
-// Memory that one holder has let go of is the next one's, and clear; a region's descriptor ends with this program.
-void used_again() {
-  void* memory[3];
-  for (void*& each : memory) {
-    const std::shared_ptr<void> held = allocate_on_device(0, 4096), other = allocate_on_device(0, 8192);
-    const std::shared_ptr<void> host = allocate_on_host(4096);
-    each = held.get();
-    expect(held != host && *static_cast<char*>(held.get()) == 0, "memory is clear, and of its own kind");
-    std::memset(held.get(), 1, 4096);
-  }
-  expect(memory[0] == memory[1] && memory[1] == memory[2], "memory is used again");
-
-  Region first;
-  {
-    const auto held = allocate_region(0, 4096, {0, 1});
-    first = *held;
-    expect(allocate_region(0, 4096, {0, 1})->id != first.id, "a region has one holder");
-  }
-  expect(allocate_region(0, 4096, {0})->id != first.id, "a region is for the devices that were named");
-  const auto again = allocate_region(0, 4096, {0, 1});
-  const auto another = allocate_region(0, 4096, {0, 1});
-  expect(again->id == first.id || another->id == first.id, "a region is used again, with its number");
-  expect(fcntl(again->descriptor, F_GETFD) & FD_CLOEXEC, "its descriptor ends with this program");
-}
-
 // Runs the body as each of two processes, which are joined by so many sockets. Both are children of this one, which
 // opens no group: memory that is kept for the next group has one owner.
 template <class Body>
@@ -192,7 +167,31 @@ TEST_CASE("rows go into pools of peers where they can be mapped and through stag
   in_two_processes(1, [](int process, const std::vector<int>& sockets) { in_process(process, sockets[0]); });
 }
 TEST_CASE("groups that are closed leave their memory to the next ones") { in_two_processes(20, open_many); }
-TEST_CASE("memory that was let go of is used again and is clear") { used_again(); }
+
+// Memory that one holder has let go of is the next one's, and clear; a region's descriptor ends with this program.
+TEST_CASE("memory that was let go of is used again and is clear") {
+  void* memory[3];
+  for (void*& each : memory) {
+    const std::shared_ptr<void> held = allocate_on_device(0, 4096), other = allocate_on_device(0, 8192);
+    const std::shared_ptr<void> host = allocate_on_host(4096);
+    each = held.get();
+    expect(held != host && *static_cast<char*>(held.get()) == 0, "memory is clear, and of its own kind");
+    std::memset(held.get(), 1, 4096);
+  }
+  expect(memory[0] == memory[1] && memory[1] == memory[2], "memory is used again");
+
+  Region first;
+  {
+    const auto held = allocate_region(0, 4096, {0, 1});
+    first = *held;
+    expect(allocate_region(0, 4096, {0, 1})->id != first.id, "a region has one holder");
+  }
+  expect(allocate_region(0, 4096, {0})->id != first.id, "a region is for the devices that were named");
+  const auto again = allocate_region(0, 4096, {0, 1});
+  const auto another = allocate_region(0, 4096, {0, 1});
+  expect(again->id == first.id || another->id == first.id, "a region is used again, with its number");
+  expect(fcntl(again->descriptor, F_GETFD) & FD_CLOEXEC, "its descriptor ends with this program");
+}
 
 }  // namespace
 }  // namespace jax_ep
