@@ -40,7 +40,6 @@ MAY_INCLUDE = {
     "runtime": ("comm", "rows", "gemm", "kernels"),
     "bindings": ("comm", "rows", "gemm", "kernels", "runtime"),
 }
-DEVICE = ("comm", "rows", "gemm", "kernels")  # what runs on GPUs
 PLATFORMS = ("cpu", "cuda", "hip")
 CHOSEN = "platform/"  # of runtime/<platform>, which CMake puts on the include path: for runtime and bindings alone
 
@@ -104,102 +103,62 @@ def files_are_short(root: Path) -> list[str]:
     ]
 
 
-class Ban(NamedTuple):
-    """Code of these folders of ffi/ does not match the pattern, but in the files that are excepted."""
-
-    name: str
-    folders: tuple[str, ...]
-    pattern: str
-    excepted: str
-    broken: tuple[str, str]  # a file that breaks it, and what it holds
-
-    def __call__(self, root: Path) -> list[str]:
-        return [
-            f"{path} contains {match[0].strip()}"
-            for path, text in native_files(root, *self.folders)
-            if not (self.excepted and re.fullmatch(self.excepted, path))
-            for match in re.finditer(self.pattern, text, re.MULTILINE)
-        ]
-
-
 CONDITION = r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b.*"
 PLATFORM_MACRO = r"(?:__(?:CUDA|HIP|NVCC|AMD|GFX|NVPTX|x86_64|aarch64|linux)|_WIN32|JAX_EP_(?:CUDA|HIP|CPU|GPU)\b)"
 INCLUDE = r"^[ \t]*#[ \t]*include[ \t]*"
 OPS = r"(?i:dispatch|combine|scatter|gather|ragged|sparse|matmul|moe|expert|token|routing)"
 
+
+class Ban(NamedTuple):
+    """Code of these folders of ffi/ does not match the pattern, but in the files that are excepted."""
+
+    name: str
+    folders: str
+    pattern: str
+    excepted: str = ""
+
+    def __call__(self, root: Path) -> list[str]:
+        return [
+            f"{path} contains {match[0].strip()}"
+            for path, text in native_files(root, *self.folders.split())
+            if not (self.excepted and re.fullmatch(self.excepted, path))
+            for match in re.finditer(self.pattern, text, re.MULTILINE)
+        ]
+
+
+ALL, DEVICE = " ".join(MAY_INCLUDE), "comm rows gemm kernels"  # the latter run on GPUs
+ASSEMBLY, WINDOWS = r"\b(?:asm|__asm__|__asm)\b", r"\bsignal_pads\[|->buffers\[|\bmail\["
+STANDARD, COMPILER = INCLUDE + r"<(?![a-z_]+>).*", INCLUDE + r"<(?![a-z_]+>|cuda\w*\.h>|hip/|cooperative_groups).*"
+NAMED, XLA = INCLUDE + r'(?!<)(?!"[\w.]+(?:/[\w.]+)+")\S+', INCLUDE + r'["<](?:xla|pybind11)/.*'
+ARGUMENTS = r"(?<![:.])\b[A-Z]\w*Args\b"  # of an op
 BANS = [
-    Ban("comm_names_no_op", ("comm",), OPS, "", ("comm/a.h", "int kMaxExperts = 4096;")),
-    Ban(
-        "peers_are_reached_by_windows",
-        DEVICE,
-        r"\bsignal_pads\[|->buffers\[|\bmail\[",
-        r"comm/(window|op|signal_pad)\.h",
-        ("rows/a.h", "char* to = box->buffers[0];"),
-    ),
-    Ban(
-        "assembly_stays_in_its_folders",
-        DEVICE,
-        r"\b(?:asm|__asm__|__asm)\b",
-        r"comm/platform/.*|gemm/ptx/.*",
-        ("gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
-    ),
-    Ban("devices_throw_nothing", DEVICE, r"\bthrow\b", "", ("gemm/a.cc", "void f() { throw 1; }")),
-    Ban(
-        "devices_include_only_standard_headers",
-        ("rows", "kernels"),
-        INCLUDE + r"<(?![a-z_]+>).*",
-        "kernels/collective_matmul/.*",
-        ("kernels/a.h", "#include <cuda_runtime.h>"),
-    ),
-    Ban(
-        "protocol_and_products_include_no_library_but_that_of_their_compiler",
-        ("comm", "gemm", "kernels/collective_matmul"),
-        INCLUDE + r"<(?![a-z_]+>|cuda\w*\.h>|hip/|cooperative_groups).*",
-        "",
-        ("gemm/a.h", "#include <cublas_v2.h>"),
-    ),
-    Ban(
-        "only_platform_h_asks_for_the_platform",
-        tuple(MAY_INCLUDE),
-        CONDITION + PLATFORM_MACRO,
-        r"comm/platform\.h",
-        ("comm/a.h", "#if 0\n#elif defined(__HIP_PLATFORM_AMD__)\n#endif"),
-    ),
-    Ban(
-        "only_rows_ask_for_ptx",
-        tuple(MAY_INCLUDE),
-        CONDITION + "JAX_EP_HAS_PTX",
-        "rows/.*",
-        ("kernels/a.h", "#if JAX_EP_HAS_PTX\n#endif"),
-    ),
-    Ban(
-        "includes_name_a_folder_and_a_file",
-        tuple(MAY_INCLUDE),
-        INCLUDE + r'(?!<)(?!"[\w.]+(?:/[\w.]+)+")\S+',
-        "",
-        ("rows/a.h", "#include JAX_EP_MOVER"),
-    ),
-    Ban(
-        "bindings_know_no_offsets",
-        ("bindings",),
-        INCLUDE + r'".*layout\.h"',
-        "",
-        ("bindings/a.cc", '#include "kernels/moe/layout.h"'),
-    ),
-    Ban(
-        "bindings_and_runtime_name_no_op",
-        ("bindings", "runtime"),
-        r"(?<![:.])\b[A-Z]\w*Args\b",
-        "runtime/(gpu|cuda)/.*",  # where kernels are instantiated
-        ("bindings/a.cc", "template BoundOp bind<DispatchArgs>();"),
-    ),
-    Ban(
-        "runtime_knows_xla_in_three_places",
-        ("runtime",),
-        INCLUDE + r'["<](?:xla|pybind11)/.*',
-        r"runtime/(registry|\w+/(platform/)?launch)\.(h|cc)",
-        ("runtime/gpu/a.h", "#include <pybind11/stl.h>"),
-    ),
+    Ban("comm_names_no_op", "comm", OPS),
+    Ban("peers_are_reached_by_windows", DEVICE, WINDOWS, r"comm/(window|op|signal_pad)\.h"),
+    Ban("assembly_stays_in_its_folders", DEVICE, ASSEMBLY, "comm/platform/.*|gemm/ptx/.*"),
+    Ban("devices_throw_nothing", DEVICE, r"\bthrow\b"),
+    Ban("devices_include_only_standard_headers", "rows kernels", STANDARD, "kernels/collective_matmul/.*"),
+    Ban("protocol_and_products_include_their_compiler", "comm gemm kernels/collective_matmul", COMPILER),
+    Ban("only_platform_h_asks_for_the_platform", ALL, CONDITION + PLATFORM_MACRO, r"comm/platform\.h"),
+    Ban("only_rows_ask_for_ptx", ALL, CONDITION + "JAX_EP_HAS_PTX", "rows/.*"),
+    Ban("includes_name_a_folder_and_a_file", ALL, NAMED),
+    Ban("bindings_know_no_offsets", "bindings", INCLUDE + r'".*layout\.h"'),
+    # But where kernels are instantiated.
+    Ban("bindings_and_runtime_name_no_op", "bindings runtime", ARGUMENTS, "runtime/(gpu|cuda)/.*"),
+    Ban("runtime_knows_xla_in_three_places", "runtime", XLA, r"runtime/(registry|\w+/(platform/)?launch)\.(h|cc)"),
+]
+BROKEN_BANS = [  # files that break them
+    ("comm/a.h", "int kMaxExperts = 4096;"),
+    ("rows/a.h", "char* to = box->buffers[0];"),
+    ("gemm/kernel.h", 'asm volatile("wgmma.fence.sync.aligned;");'),
+    ("gemm/a.cc", "void f() { throw 1; }"),
+    ("kernels/a.h", "#include <cuda_runtime.h>"),
+    ("gemm/a.cc", "#include <cublas_v2.h>"),
+    ("comm/a.h", "#if 0\n#elif defined(__HIP_PLATFORM_AMD__)\n#endif"),
+    ("kernels/a.h", "#if JAX_EP_HAS_PTX\n#endif"),
+    ("rows/a.h", "#include JAX_EP_MOVER"),
+    ("bindings/a.cc", '#include "kernels/moe/layout.h"'),
+    ("bindings/a.cc", "template BoundOp bind<DispatchArgs>();"),
+    ("runtime/gpu/a.h", "#include <pybind11/stl.h>"),
 ]
 
 
@@ -270,7 +229,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (only_jax_private_touches_private_jax, "jax_ep/_kit/a.py", "import jax\njax._src.core.Trace"),
     (only_jax_private_touches_private_jax, "jax_ep/nn/a.py", "from jax.interpreters.mlir import _lowerings"),
     (exports_only_export, "jax_ep/__init__.py", '"""Doc."""\nfrom a import b\nx = b()'),
-    *((ban, f"ffi/{ban.broken[0]}", ban.broken[1]) for ban in BANS),
+    *((ban, f"ffi/{path}", text) for ban, (path, text) in zip(BANS, BROKEN_BANS, strict=True)),
 ]
 
 
