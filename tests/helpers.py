@@ -31,17 +31,9 @@ DTYPES = tuple(map(np.dtype, (ml_dtypes.bfloat16, np.float16, np.float32)))
 BIG = 2**31 - 1
 Rng = np.random.Generator
 
-# What a GPU leaves in the results of a dispatch that failed.
-FAILED = {
-    "rows": np.nan,
-    "group_sizes": 0,
-    "targets": np.int32(-0x7F7F7F80),  # 0x80 in every byte: by it combine knows
-    "row_of": -1,
-    "weights": np.nan,
-    "counts": 0,
-    "dropped": 0,
-    "invalid": 0,
-}
+# What a GPU leaves in the results of a dispatch that failed. In targets it is 0x80 in every byte: by it combine knows.
+FAILED = {"rows": np.nan, "group_sizes": 0, "targets": np.int32(-0x7F7F7F80), "row_of": -1, "weights": np.nan}
+FAILED |= dict.fromkeys(("counts", "dropped", "invalid"), 0)
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -72,6 +64,11 @@ def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True
         return jax.tree.map(lambda x: x.reshape((1,) * axes + x.shape), function(*here))
 
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
+
+
+def run(group: Group, body: Callable[..., Any], *operands: Any) -> Any:
+    """What `body` gives on every rank of the group's mesh, in numpy: arrays have the mesh's axes as leading axes."""
+    return fetch(per_rank(body, group.mesh)(*operands))
 
 
 def on_mesh(mesh: Mesh, x: Any) -> Any:
@@ -128,16 +125,8 @@ def environment(**changes: str) -> dict[str, str]:
 
 def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, seconds: float = 240, **variables: str) -> str:
     """All that a new Python prints, which must end with this code."""
-    run = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    options: Any = {"cwd": cwd, "env": environment(**variables), "timeout": seconds, "text": True, "check": False}
+    run = subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     assert run.returncode == exit_code, run.stdout
     return run.stdout
 

@@ -306,9 +306,8 @@ def layer(form: Form, group: Group) -> Function:
                 own = "gelu"
                 gate, up = (gate, up) if gate is None else (jnp.concatenate([gate, up], axis=1), None)
             shared = Experts(gate=gate, up=up, down=down, biases=given.get("shared_biases"), activation=own)
-        return moe_mlp(
-            given["tokens"], given["ids"], given.get("weights"), experts, group=group, shared_experts=shared, **options
-        )[0]
+        operands = given["tokens"], given["ids"], given.get("weights"), experts
+        return moe_mlp(*operands, group=group, shared_experts=shared, **options)[0]
 
     return sums
 

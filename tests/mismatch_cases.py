@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jax_ep import (
-    Group,
-    Implementation,
-    MismatchError,
-    PeerLostError,
-    SparseRows,
-    dispatch,
-    matmul_all_reduce,
-    sparse_all_reduce,
-)
+import jax_ep
+from jax_ep import Group, Implementation, MismatchError, PeerLostError, SparseRows, dispatch, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOP_K, ROWS = 8, 2, 50
@@ -38,7 +30,9 @@ def dispatched(group: Group, x: jax.Array, **options: Any) -> jax.Array:
 
 def multiplied(group: Group, x: jax.Array, implementation: Implementation = "kernels") -> jax.Array:
     x = x.astype(jnp.bfloat16)
-    return jnp.sum(matmul_all_reduce(x, x.T, group=group, implementation=implementation).astype(jnp.float32), axis=1)
+    return jnp.sum(
+        jax_ep.matmul_all_reduce(x, x.T, group=group, implementation=implementation).astype(jnp.float32), axis=1
+    )
 
 
 def reduced(group: Group, x: jax.Array) -> jax.Array:

@@ -23,16 +23,8 @@ from jax.experimental import multihost_utils
 from layer_cases import layer_of, with_gradient
 from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
-from jax_ep import (
-    CapacityError,
-    Group,
-    MismatchError,
-    NodeOptions,
-    PeerLostError,
-    PeerTimeoutError,
-    PlatformError,
-    combine,
-)
+import jax_ep
+from jax_ep import CapacityError, Group, MismatchError, NodeOptions, PeerLostError, PlatformError, combine
 from jax_ep.__main__ import load
 from jax_ep.group import OnLost
 
@@ -305,7 +297,7 @@ def hang(mesh: jax.sharding.Mesh, how: str) -> None:
         last, here = "process 0 .* has ended its op", "this process has waited .* in its op"
         seen = {
             "close": (PeerLostError, f"process 0 .* has closed the group; {here} {begun + 1}, dispatch"),
-            "wait": (PeerTimeoutError, f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch"),
+            "wait": (jax_ep.PeerTimeoutError, f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch"),
         }
         error, match = seen[how] if waits else (PeerLostError, "process 1 .* left the group by an error")
         with pytest.raises(error, match=match):

@@ -144,28 +144,17 @@ def too_little_room(case: Case, *, num_experts: int, alignment: int = 1) -> int:
     return room
 
 
+# Ranks, tokens, experts of a token and of all, alignment.
+SKEWED = [(1, FEW, 3, 12, 4), (2, FEW, 3, 6, 1), (4, FEW, 3, 36, 8), (4, 500, 4, 20, 1), (8, FEW, 2, 72, 2)]
+SKEWED += [(2, LATE, 2, 10, 4), (4, LATE, 2, 12, 16), (8, 600, 2, 8, 1)]
+
+
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize(
-    ("size", "tokens", "top_k", "experts", "alignment"),
-    [
-        (1, FEW, 3, 12, 4),
-        (2, FEW, 3, 6, 1),
-        (4, FEW, 3, 36, 8),
-        (4, 500, 4, 20, 1),
-        (8, FEW, 2, 72, 2),
-        (2, LATE, 2, 10, 4),
-        (4, LATE, 2, 12, 16),
-        (8, 600, 2, 8, 1),
-    ],
-)
+@pytest.mark.parametrize("case", SKEWED, ids=str)
 @pytest.mark.parametrize("expand", [True, False])
 def test_skewed_routings(
     expand: bool,
-    size: int,
-    tokens: int,
-    top_k: int,
-    experts: int,
-    alignment: int,
+    case: tuple[int, ...],
     implementation: Implementation,
     open_group: OpenGroup,
     rng: Rng,
@@ -173,12 +162,13 @@ def test_skewed_routings(
 ) -> None:
     """Where rows are not expanded, those that `indices` name."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
-    group, options = open_group(size), {"num_experts": experts, "alignment": alignment}
-    case, other = (skewed(rng, size, tokens, top_k, experts) for _ in range(2))
-    capacity = too_little_room(case, **options)
+    *shape, alignment = case
+    group, options = open_group(shape[0]), {"num_experts": shape[-1], "alignment": alignment}
+    one, other = (skewed(rng, *shape) for _ in range(2))
+    capacity = too_little_room(one, **options)
     by: dict[str, Any] = {"capacity": capacity, "implementation": implementation, "expand": expand}
     program = helpers.dispatch_combine(group, **by, **options, **DROP)
-    assert helpers.assert_round_trip(helpers.fetch(program(*case)), case, **options).dropped.sum() > 0
+    assert helpers.assert_round_trip(helpers.fetch(program(*one)), one, **options).dropped.sum() > 0
     helpers.assert_round_trip(helpers.fetch(program(*other)), other, **options)
     group.check()
 

@@ -63,7 +63,7 @@ def test_float32_result_and_bias(op: str, implementation: Implementation, group:
     def body(a: jax.Array, b: jax.Array) -> jax.Array:
         return OPS[op](a, b, group=group, bias=jnp.asarray(bias), implementation=implementation)
 
-    out = helpers.fetch(helpers.per_rank(body, group.mesh)(a, b))
+    out = helpers.run(group, body, a, b)
     magnitude = exact(op, np.abs(a), np.abs(b)) + np.abs(bias).astype(np.float64)
     assert_near(out, exact(op, a, b) + bias.astype(np.float64), magnitude, 2 + group.size, op)
 
@@ -97,6 +97,7 @@ def test_all_three_in_a_row_and_independent(group: Group, rng: Rng, native: None
             assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), 4, name)
 
 
+EMPTY = "lhs and rhs must not be empty"
 SQUARE, NARROW, MESH = jnp.zeros((8, 8)), jnp.zeros((8, 8), BFLOAT16), AbstractMesh((2,), ("ep",))
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"group": MESH}, TypeError, "group must be an open jax_ep.Group(mesh, axis_name), got AbstractMesh"),
@@ -110,16 +111,16 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": jnp.zeros(8, complex)}, TypeError, "bias must be of dtype bfloat16, float16, float32, got complex64"),
     ({"preferred_element_type": "foo"}, TypeError, "preferred_element_type must be a dtype or None, got 'foo'"),
     ({"preferred_element_type": BFLOAT16}, TypeError, "preferred_element_type must be float32"),
-    (
-        {"lhs": NARROW, "rhs": NARROW, "preferred_element_type": FLOAT16},
-        *(TypeError, "preferred_element_type must be bfloat16 or float32, got float16"),
+    *(
+        ({"lhs": NARROW, "rhs": NARROW, "preferred_element_type": FLOAT16}, *error)
+        for error in [(TypeError, "preferred_element_type must be bfloat16 or float32, got float16")]
     ),
     ({"implementation": "nccl"}, ValueError, "implementation must be one of"),
     *(
         (
             {"lhs": SQUARE[:m, :k], "rhs": SQUARE[:k, :n], "implementation": by},
             ValueError,
-            f"lhs and rhs must not be empty, got ({m}, {k}) and ({k}, {n})",
+            f"{EMPTY}, got ({m}, {k}) and ({k}, {n})",
         )
         for m, k, n in ((0, 8, 8), (8, 0, 8), (8, 8, 0))
         for by in ("auto", "kernels", "xla")
@@ -164,7 +165,7 @@ def test_gradients(
     above = rng.standard_normal(exact(op, a, b).shape).astype(result_dtype)
 
     gradients = pulled(op, group, preferred_element_type=result_dtype, implementation=implementation)
-    actual = helpers.fetch(helpers.per_rank(gradients, group.mesh)(a, b, above))
+    actual = helpers.run(group, gradients, a, b, above)
     wanted = exact_gradients(op, a, b, above)
     magnitudes = exact_gradients(op, *(np.abs(x) for x in (a, b, above)))
     for mine, right, magnitude in zip(actual, wanted, magnitudes, strict=True):
@@ -187,7 +188,7 @@ def test_gradient_of_the_bias(
 
         return jax.vjp(biased, helpers.vary(jnp.zeros(24, bias_dtype)))[1](above)[0]
 
-    actual = helpers.fetch(helpers.per_rank(of_bias, group.mesh)(a, b, above))
+    actual = helpers.run(group, of_bias, a, b, above)
     assert actual.dtype == bias_dtype
     np.testing.assert_array_equal(helpers.wide(actual), above.astype(np.float32).sum(axis=1))
 

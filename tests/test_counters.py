@@ -43,7 +43,7 @@ def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: G
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="kernels", **options)
 
-    helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    helpers.run(group, body, *case)
     np.testing.assert_array_equal(received(group), tokens_between(case, 4).T * row_bytes)
 
 
@@ -52,7 +52,7 @@ def test_combine_and_gradients(tokens: int, group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
     loss = jax.value_and_grad(lambda *x: both(*x)[1].sum())
-    helpers.fetch(helpers.per_rank(loss, group.mesh)(*case))
+    helpers.run(group, loss, *case)
     there = tokens_between(case, 4)
     # There and back, and both ways again for the gradients.
     np.testing.assert_array_equal(received(group), 2 * (there + there.T) * HIDDEN * 4)
@@ -68,7 +68,7 @@ def test_ragged_all_to_all(open_group: OpenGroup, rng: Rng) -> None:
         return ragged_all_to_all(operand, jnp.zeros_like(operand), *slices, axis_name="ep")
 
     operand = rng.standard_normal((2, 10, 3)).astype(np.float32)
-    helpers.fetch(helpers.per_rank(body, group.mesh)(operand, starts, sizes, to, sizes.T.copy()))
+    helpers.run(group, body, operand, starts, sizes, to, sizes.T.copy())
     np.testing.assert_array_equal(received(group), sizes.T * ~np.eye(2, dtype=bool) * 12)
 
 

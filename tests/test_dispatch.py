@@ -80,7 +80,7 @@ def test_ids_and_weights_are_cast(
         return *jax.grad(routed, has_aux=True)(weights), weights
 
     with jax.enable_x64(True):
-        gradient, invalid, weights = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, ids, wide))
+        gradient, invalid, weights = helpers.run(group, body, case.tokens, ids, wide)
     assert gradient.dtype == weights.dtype == weights_dtype
     assert invalid.sum() == (np.iinfo(ids_dtype).max > 2**31)
     wanted = np.broadcast_to(case.tokens.sum(axis=2, keepdims=True), gradient.shape) * (ids < EXPERTS)
@@ -161,7 +161,7 @@ def test_a_slot_for_each_token(options: dict[str, Any], slots: bool, wire: Any, 
         return dispatch(*operands, group=group, num_experts=EXPERTS, expand=False, wire=wire, **options)
 
     case = helpers.draw_case(rng, SIZE, 16, 4, EXPERTS, 128)
-    out = helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    out = helpers.run(group, body, *case)
     rows = SIZE * 16 if slots else 40
     assert isinstance(out, Unexpanded)
     assert all(x.shape[1] == rows for x in jax.tree.leaves(out.rows))
@@ -180,5 +180,5 @@ def test_failure_makes_products_nan(implementation: Implementation, group: Group
 
     tokens, ids, weights = helpers.draw_case(rng, SIZE, 8, 4, EXPERTS, 128)
     with helpers.expect_failure(group, CapacityError, "capacity is 20", implementation):
-        out = helpers.fetch(helpers.per_rank(body, group.mesh)(tokens, np.zeros_like(ids), weights))
+        out = helpers.run(group, body, tokens, np.zeros_like(ids), weights)
         assert np.isnan(out).all()

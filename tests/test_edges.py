@@ -21,25 +21,20 @@ SIZE, EXPERTS = 2, 4
 Shape = tuple[int, int, int]  # T, K, H
 
 
+FLOAT8: dict[str, Any] = {"wire": "float8"}
+DROP: dict[str, Any] = {"on_overflow": "drop"}
+NOTHING: list[tuple[Shape, dict[str, Any]]] = [
+    *((shape, {}) for shape in ((0, 2, 16), (5, 0, 16), (5, 2, 0), (0, 0, 0))),
+    *((shape, FLOAT8) for shape in ((0, 2, 128), (0, 2, 0), (5, 2, 0), (5, 0, 128))),
+    ((0, 2, 16), {"capacity": 4}),
+    ((0, 2, 128), FLOAT8 | DROP | {"nodes": NodeOptions()}),
+    ((3, 0, 128), FLOAT8 | DROP | {"nodes": NodeOptions(2)}),
+    ((3, 2, 0), DROP | {"nodes": NodeOptions(2)}),
+]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((0, 2, 16), {}),
-        ((0, 2, 16), {"capacity": 4}),
-        ((0, 2, 128), {"wire": "float8"}),
-        ((0, 2, 0), {"wire": "float8"}),
-        ((5, 2, 0), {"wire": "float8"}),
-        ((5, 0, 16), {}),
-        ((5, 0, 128), {"wire": "float8"}),
-        ((5, 2, 0), {}),
-        ((0, 0, 0), {}),
-        ((0, 2, 128), {"wire": "float8", "nodes": NodeOptions(), "on_overflow": "drop"}),
-        ((3, 0, 128), {"wire": "float8", "nodes": NodeOptions(2), "on_overflow": "drop"}),
-        ((3, 2, 0), {"nodes": NodeOptions(2), "on_overflow": "drop"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("shape", "options"), NOTHING, ids=str)
 def test_nothing(shape: Shape, options: dict[str, Any], implementation: Implementation, rng: Rng) -> None:
     tokens, top_k, hidden = shape
     options = dict(options)
@@ -153,7 +148,7 @@ def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, 
         return dispatch(tokens[:0], ids[:0], group=group, num_experts=EXPERTS, implementation=implementation, **options)
 
     case = helpers.draw_case(rng, SIZE, tokens=1, top_k=2, experts=EXPERTS, hidden=256)
-    rows = helpers.fetch(helpers.per_rank(body, group.mesh)(case.tokens, case.ids)).rows
+    rows = helpers.run(group, body, case.tokens, case.ids).rows
     np.testing.assert_array_equal(rows.values.astype(np.float32), np.zeros((SIZE, 4, 256)))
     np.testing.assert_array_equal(rows.scales, np.zeros((SIZE, 4, 2)))
 
@@ -180,7 +175,7 @@ def test_ids_and_counts_beyond_all(
         return sparse_all_reduce(rows, group=group, capacity=20, sharded=sharded, implementation=implementation)
 
     with jax.enable_x64(True):
-        actual = helpers.fetch(helpers.per_rank(body, group.mesh)(ids, values))
+        actual = helpers.run(group, body, ids, values)
     counted = max(0, min(count, entries))
     wanted = cases.expected(ids[:, :counted], values[:, :counted], num_rows=num_rows, capacity=20, sharded=sharded)
     assert actual.indices.dtype == dtype

@@ -54,48 +54,42 @@ def exchanged(_: Group, /, **changes: Any) -> jax.Array:
 OPS: dict[str, Callable[..., Any]] = {"dispatch": dispatched, "combine": combined, "ragged_all_to_all": exchanged}
 
 
-@pytest.mark.parametrize(
-    ("op", "argument", "value", "error"),
-    [
-        ("dispatch", "tokens", jnp.zeros((TOKENS,)), ValueError),
-        ("dispatch", "tokens", jnp.zeros((1, TOKENS, HIDDEN)), ValueError),
-        ("dispatch", "tokens", jnp.zeros((TOKENS, HIDDEN), jnp.int32), TypeError),
-        ("dispatch", "tokens", jnp.zeros((TOKENS, HIDDEN), jnp.float8_e4m3fn), TypeError),
-        ("dispatch", "expert_ids", jnp.zeros((TOKENS,), jnp.int32), ValueError),
-        ("dispatch", "expert_ids", jnp.zeros((TOKENS + 1, TOP_K), jnp.int32), ValueError),
-        ("dispatch", "expert_ids", jnp.zeros((TOKENS, TOP_K)), TypeError),
-        ("dispatch", "weights", jnp.zeros((TOKENS,)), ValueError),
-        ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K + 1)), ValueError),
-        ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K), jnp.int32), TypeError),
-        *(("dispatch", "num_experts", value, ValueError) for value in (0, 9, 1 << 20)),
-        *(("dispatch", "num_experts", value, TypeError) for value in (8.0, True)),
-        *(("dispatch", "capacity", value, ValueError) for value in (0, -1, 2**30)),
-        *(("dispatch", "capacity_factor", value, ValueError) for value in (0, 0.0, -1.0, np.nan, np.inf)),
-        *(("dispatch", "capacity_factor", value, TypeError) for value in (True, "2", jnp.float32(2))),
-        *(("dispatch", "capacity", value, TypeError) for value in (True, "2", 2.0, jnp.int32(8))),
-        ("dispatch", "alignment", 0, ValueError),
-        ("dispatch", "alignment", 1.5, TypeError),
-        ("dispatch", "wire", jnp.float8_e4m3fn, TypeError),
-        ("dispatch", "wire", "bfloat16", ValueError),
-        ("dispatch", "wire", "float8", ValueError),  # 16 values are no block of 128
-        ("dispatch", "on_overflow", "ignore", ValueError),
-        ("dispatch", "on_overflow", np.array(["raise", "drop"]), TypeError),
-        ("dispatch", "implementation", "nccl", ValueError),
-        ("combine", "expert_outputs", lambda out: out.rows[0], ValueError),
-        ("combine", "expert_outputs", lambda out: out.rows[1:], ValueError),
-        ("combine", "expert_outputs", lambda out: out.rows.astype(jnp.int32), TypeError),
-        ("combine", "implementation", lambda _: "nccl", ValueError),
-        ("ragged_all_to_all", "operand", jnp.zeros(()), ValueError),
-        ("ragged_all_to_all", "output", jnp.zeros((6, 4)), ValueError),
-        ("ragged_all_to_all", "output", jnp.zeros(6), ValueError),
-        ("ragged_all_to_all", "output", jnp.zeros((6, 3), jnp.bfloat16), TypeError),
-        ("ragged_all_to_all", "send_sizes", jnp.zeros(2 * SIZE, jnp.int32), ValueError),
-        ("ragged_all_to_all", "recv_sizes", jnp.zeros(SIZE + 1, jnp.int32), ValueError),
-        ("ragged_all_to_all", "axis_index_groups", [[0], [0]], ValueError),
-        ("ragged_all_to_all", "group", "ep", TypeError),
-        ("ragged_all_to_all", "implementation", "cuda", ValueError),
-    ],
-)
+OF_SHAPE: list[tuple[str, str, Any]] = [  # ValueErrors
+    *(("dispatch", "tokens", jnp.zeros(shape)) for shape in ((TOKENS,), (1, TOKENS, HIDDEN))),
+    *(("dispatch", "expert_ids", jnp.zeros(shape, int)) for shape in ((TOKENS,), (TOKENS + 1, TOP_K))),
+    *(("dispatch", "weights", jnp.zeros(shape)) for shape in ((TOKENS,), (TOKENS, TOP_K + 1))),
+    *(("dispatch", "num_experts", value) for value in (0, 9, 1 << 20)),
+    *(("dispatch", "capacity", value) for value in (0, -1, 2**30)),
+    *(("dispatch", "capacity_factor", value) for value in (0, 0.0, -1.0, np.nan, np.inf)),
+    *(("dispatch", "wire", value) for value in ("bfloat16", "float8")),  # 16 values are no block of 128
+    *(("dispatch", "alignment", 0), ("dispatch", "on_overflow", "ignore"), ("dispatch", "implementation", "nccl")),
+    ("combine", "expert_outputs", lambda out: out.rows[0]),
+    ("combine", "expert_outputs", lambda out: out.rows[1:]),
+    ("combine", "implementation", lambda _: "nccl"),
+    ("ragged_all_to_all", "operand", jnp.zeros(())),
+    *(("ragged_all_to_all", "output", jnp.zeros(shape)) for shape in ((6, 4), 6)),
+    ("ragged_all_to_all", "send_sizes", jnp.zeros(2 * SIZE, jnp.int32)),
+    ("ragged_all_to_all", "recv_sizes", jnp.zeros(SIZE + 1, jnp.int32)),
+    ("ragged_all_to_all", "axis_index_groups", [[0], [0]]),
+    ("ragged_all_to_all", "implementation", "cuda"),
+]
+OF_TYPE: list[tuple[str, str, Any]] = [  # TypeErrors
+    *(("dispatch", "tokens", jnp.zeros((TOKENS, HIDDEN), dtype)) for dtype in (jnp.int32, jnp.float8_e4m3fn)),
+    ("dispatch", "expert_ids", jnp.zeros((TOKENS, TOP_K))),
+    ("dispatch", "weights", jnp.zeros((TOKENS, TOP_K), jnp.int32)),
+    *(("dispatch", "num_experts", value) for value in (8.0, True)),
+    *(("dispatch", "capacity_factor", value) for value in (True, "2", jnp.float32(2))),
+    *(("dispatch", "capacity", value) for value in (True, "2", 2.0, jnp.int32(8))),
+    *(("dispatch", "alignment", 1.5), ("dispatch", "wire", jnp.float8_e4m3fn)),
+    ("dispatch", "on_overflow", np.array(["raise", "drop"])),
+    ("combine", "expert_outputs", lambda out: out.rows.astype(jnp.int32)),
+    ("ragged_all_to_all", "output", jnp.zeros((6, 3), jnp.bfloat16)),
+    ("ragged_all_to_all", "group", "ep"),
+]
+WRONG = [*((*case, ValueError) for case in OF_SHAPE), *((*case, TypeError) for case in OF_TYPE)]
+
+
+@pytest.mark.parametrize(("op", "argument", "value", "error"), WRONG)
 def test_wrong_arguments(op: str, argument: str, value: Any, error: type[Exception], group: Group) -> None:
     with pytest.raises(error, match=rf"^{op}:? .*\b{argument}\b"):
         trace(group, lambda: OPS[op](group, **{argument: value}))
@@ -138,7 +132,7 @@ def many_tokens() -> dict[str, Any]:
     ("changes", "match"),
     [
         (
-            lambda: {"capacity": 2**29, "alignment": 2**29},
+            lambda: dict.fromkeys(("capacity", "alignment"), 2**29),
             r"R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912",
         ),
         (lambda: {"capacity": 12, "alignment": 8}, "capacity must be a multiple of alignment 8, got 12"),

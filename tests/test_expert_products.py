@@ -34,7 +34,7 @@ def run(group: jax_ep.Group, product: Any, model: Any, ids: Any, experts: Any, c
         out, pull = jax.vjp(layer, tokens, weights, [leaves[i] for i in floats])
         return out, pull(cotangent)
 
-    return helpers.fetch(helpers.per_rank(body, group.mesh)(model.tokens, model.weights, ids, cotangent, *leaves))
+    return helpers.run(group, body, model.tokens, model.weights, ids, cotangent, *leaves)
 
 
 def changed(model: Any, change: Callable[..., Any]) -> dict[str, Any]:
@@ -104,9 +104,7 @@ def test_expert_and_weight_of_rows(alignment: int, implementation: Any, group: j
         rows, pull, (expert, real, row_of) = jax.vjp(of_row, weights, has_aux=True)
         return rows, expert, real, row_of, pull(helpers.vary(jnp.arange(1.0, len(rows) + 1)))[0]
 
-    weight, expert, real, row_of, pulled = helpers.fetch(
-        helpers.per_rank(body, group.mesh)(case.tokens, case.ids, model.weights)
-    )
+    weight, expert, real, row_of, pulled = helpers.run(group, body, case.tokens, case.ids, model.weights)
     wanted_pull = np.zeros_like(pulled)
     for rank in range(SIZE):
         wanted = np.zeros_like(weight[rank])

@@ -309,7 +309,7 @@ def test_weights_of_float8_arrays(group: Group, rng: helpers.Rng) -> None:
         return [helpers.moe_sums(tokens, ids, weights, *[each] * 3, **options) for each in (of_bits, of_values)]
 
     case = helpers.draw_case(rng, group.size, 8, 2, 2 * group.size, 128, matrices.dtype)
-    of_bits, of_values = helpers.fetch(helpers.per_rank(layers, group.mesh)(*case, matrices))
+    of_bits, of_values = helpers.run(group, layers, *case, matrices)
     np.testing.assert_array_equal(of_bits, of_values)
 
 

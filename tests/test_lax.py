@@ -133,7 +133,7 @@ def test_operands_are_not_changed(group: Group, implementation: Implementation, 
         return exchange(group, implementation)(operand, output, *slices), output * 2
 
     on_device = jax.device_put(output)
-    _, doubled = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, on_device, *slices))
+    _, doubled = helpers.run(group, body, operand, on_device, *slices)
     np.testing.assert_array_equal(doubled, output * 2)
     np.testing.assert_array_equal(on_device, output)
 
@@ -214,7 +214,7 @@ def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementatio
         return exchange(group, implementation)(operand, operand, *constants)
 
     with helpers.expect_failure(group, InvalidRoutingError, OUTSIDE, implementation):
-        helpers.fetch(helpers.per_rank(body, group.mesh)(np.ones((SIZE, ROWS), np.float32)))
+        helpers.run(group, body, np.ones((SIZE, ROWS), np.float32))
 
 
 def test_too_many_rows(program: Any) -> None:
@@ -248,7 +248,7 @@ def test_axis_index_groups(
             whole[part] = mine
         wanted[part] = oracle.ragged_all_to_all(operand[part], output[part], own)
     body = exchange(group, implementation, axis_index_groups=parts)
-    np.testing.assert_array_equal(helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, *slices)), wanted)
+    np.testing.assert_array_equal(helpers.run(group, body, operand, output, *slices), wanted)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: R
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * 6
     given = [x[:, 0] if axis is None else np.moveaxis(x, 1, 1 + axis) for x, axis in zip(operands, axes, strict=True)]
     body = jax.vmap(exchange(group, implementation), in_axes=in_axes)
-    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(*given))
+    actual = helpers.run(group, body, *given)
     for i in range(batch):
         each = (x[:, 0 if axis is None else i] for x, axis in zip(operands, axes, strict=True))
         operand, output, *slices = each
@@ -321,7 +321,7 @@ def test_vmap_of_parts(implementation: Implementation, group: Group, rng: Rng) -
         for name in range(len(oracle.Slices._fields))
     ]
     body = jax.vmap(exchange(group, implementation, axis_index_groups=((0, 1), (2, 3))))
-    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, *slices))
+    actual = helpers.run(group, body, operand, output, *slices)
     for i, (part, ranks) in itertools.product(range(batch), enumerate((slice(0, 2), slice(2, 4)))):
         wanted = oracle.ragged_all_to_all(operand[ranks, i], output[ranks, i], drawn[part][i])
         np.testing.assert_array_equal(actual[ranks, i], wanted)
@@ -365,7 +365,7 @@ def test_the_gradient_of_a_row_that_is_sent_several_times(
         _, pull = jax.vjp(lambda x, y: exchange(group, implementation)(x, y, *slices), operand, output)
         return pull(cotangent)
 
-    actual = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output, cotangent, *slices))
+    actual = helpers.run(group, body, operand, output, cotangent, *slices)
     for a, wanted in zip(actual, oracle.ragged_all_to_all_gradient(operand, cotangent, slices), strict=True):
         np.testing.assert_allclose(a, wanted, rtol=1e-6, atol=1e-6)
 

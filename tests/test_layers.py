@@ -12,31 +12,14 @@ import helpers
 import jax
 import jax.extend
 import jax.numpy as jnp
+import layer_cases
 import moe_oracle
 import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup, Rng
 from helpers import DTYPES
-from layer_cases import (
-    EXPERTS,
-    HIDDEN,
-    ROUTINGS,
-    ROWS,
-    SIZE,
-    TOKENS,
-    TOP_K,
-    WIDTH,
-    Body,
-    assert_near,
-    assert_same_bits,
-    chain,
-    draw,
-    everything,
-    layer_of,
-    with_gradient,
-    zipf,
-)
+from layer_cases import EXPERTS, HIDDEN, ROWS, SIZE, WIDTH, Body, assert_near, assert_same_bits, draw, layer_of
 from moe_oracle import Layer
 
 from jax_ep import Experts, Gated, Group, Implementation, combine, dispatch, float8, lax, moe_mlp
@@ -64,7 +47,7 @@ def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: Rng) -> None:
 
     drawn, case, _ = draw(rng, np.float32)
     jax.eval_shape(helpers.per_rank(body, group.mesh), *jax.tree.map(lambda x: x[:1], (drawn, case.ids)))
-    assert held.count((TOKENS, HIDDEN)) == 1
+    assert held.count((layer_cases.TOKENS, HIDDEN)) == 1
     assert held.count((ROWS, HIDDEN)) == 0
     assert held.count((ROWS, WIDTH)) == (1 if two else 2)
 
@@ -82,9 +65,12 @@ def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
 def test_against_the_chain(dtype: np.dtype, group: Group, rng: Rng) -> None:
     """Large enough that chance makes little of the errors."""
     tokens = 64
-    capacity = SIZE * tokens * TOP_K
-    ours, others = (with_gradient(group, form(group, "kernels", capacity=capacity)) for form in (layer_of, chain))
-    for change in ROUTINGS:
+    capacity = SIZE * tokens * layer_cases.TOP_K
+    ours, others = (
+        layer_cases.with_gradient(group, form(group, "kernels", capacity=capacity))
+        for form in (layer_of, layer_cases.chain)
+    )
+    for change in layer_cases.ROUTINGS:
         print(change.__name__)
         layer, case, cotangent = draw(rng, dtype, hidden=96, tokens=tokens, width=80)
         change(case, rng)
@@ -157,7 +143,7 @@ def test_padding_and_an_infinite_slope(form: str, implementation: Implementation
         return out, *pull(cotangent)
 
     model, case, cotangent = draw(rng, np.float32)
-    everything(case, rng)
+    layer_cases.everything(case, rng)
     goes = ((case.ids >= 0) & (case.ids < EXPERTS)).any(axis=2, keepdims=True)
     given = model._replace(tokens=np.where(goes, model.tokens, np.float32(np.nan)))
     program = helpers.per_rank(both, group.mesh)
@@ -206,7 +192,7 @@ def test_without_implicit_promotion(
 def test_stats(implementation: Implementation, group: Group, rng: Rng) -> None:
     capacity = 8
     layer, case, _ = draw(rng, np.float32)
-    zipf(case, rng)
+    layer_cases.zipf(case, rng)
     case.ids[0, 3, :2] = EXPERTS, -7
 
     def body(model: Layer, ids: jax.Array) -> Any:
@@ -214,7 +200,7 @@ def test_stats(implementation: Implementation, group: Group, rng: Rng) -> None:
         experts = Experts(gate=model.gate, up=model.up, down=model.down)
         return moe_mlp(model.tokens, ids, model.weights, experts, group=group, **options)
 
-    out, stats = helpers.fetch(helpers.per_rank(body, group.mesh)(layer, case.ids))
+    out, stats = helpers.run(group, body, layer, case.ids)
     valid = (case.ids >= 0) & (case.ids < EXPERTS)
     np.testing.assert_array_equal(stats.counts.reshape(-1), np.bincount(case.ids[valid], minlength=EXPERTS))
     np.testing.assert_array_equal(stats.invalid[:, 0], (~valid & (case.ids != -1)).sum(axis=(1, 2)))
@@ -281,7 +267,7 @@ def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: R
     group = open_group(2)
     layer, ids, cotangent = draw_float8(rng, dtype, tokens=96)
     both = float8_layer(group), float8_chain(group)
-    ours, wanted = (helpers.fetch(with_gradient(group, each)(layer, ids, cotangent)) for each in both)
+    ours, wanted = (helpers.fetch(layer_cases.with_gradient(group, each)(layer, ids, cotangent)) for each in both)
     assert_same_bits(ours[0], wanted[0])
     for name, mine, theirs in zip(layer._fields, ours[1], wanted[1], strict=True):
         allowed = 0.05 if name == "weights" else max(2 * float(jnp.finfo(dtype).eps), 1e-5)
@@ -303,7 +289,7 @@ def test_quantized_matrices(implementation: Implementation, open_group: OpenGrou
         kept, pulls = zip(*(jax.vjp(each, model.tokens) for each in sums[:2]), strict=True)
         return kept, [each(model.tokens) for each in sums], [pull(cotangent)[0] for pull in pulls]
 
-    kept, alone, (exact, found) = helpers.fetch(helpers.per_rank(all_of_them, group.mesh)(layer, ids, cotangent))
+    kept, alone, (exact, found) = helpers.run(group, all_of_them, layer, ids, cotangent)
     for first, *others in (kept, alone):  # a forward pass alone need not round the products by gate and up
         for other in others:
             assert_same_bits(other, first)

@@ -18,17 +18,8 @@ from helpers import Rng
 from jax.sharding import PartitionSpec as P
 from test_heartbeat import Store
 
-from jax_ep import (
-    CapacityError,
-    Dispatched,
-    Group,
-    Implementation,
-    NodeOptions,
-    PeerTimeoutError,
-    PlatformError,
-    combine,
-    dispatch,
-)
+import jax_ep
+from jax_ep import CapacityError, Dispatched, Group, Implementation, NodeOptions, PlatformError, combine, dispatch
 from jax_ep.backends import NodesBackend
 from jax_ep.lax import ragged_all_to_all
 from jax_ep.ops.moe.types import NodeRouting
@@ -180,7 +171,7 @@ def test_float8_on_both_wires(implementation: Implementation, rng: helpers.Rng) 
             return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).rows
 
         operands = helpers.on_mesh(group.mesh, case[:2])
-        found = helpers.by_rank(group.mesh, helpers.fetch(helpers.per_rank(rows, group.mesh)(*operands)))
+        found = helpers.by_rank(group.mesh, helpers.run(group, rows, *operands))
     with np.errstate(invalid="ignore"):
         wide = np.asarray(found.values).astype(np.float32) * np.repeat(found.scales, 128, axis=-1)
     np.testing.assert_array_equal(helpers.wide(wide.astype(case.tokens.dtype)), helpers.wide(expected.rows))
@@ -373,7 +364,7 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
             (lambda x, *others: jax.vmap(lambda x: both(x, *others)[1])(jnp.stack([x, x])), 2),
         ):
             before = progress.marks
-            helpers.fetch(helpers.per_rank(body, group.mesh)(*operands))
+            helpers.run(group, body, *operands)
             begun, ended, last = progress.marks
             assert ended == begun
             again = body is remat and jax.default_backend() == "gpu"
@@ -396,7 +387,7 @@ def test_a_routing_that_names_no_token(implementation: Implementation, rng: help
             return combine(out.rows, spoiled, group=group, implementation=implementation)
 
         for wrong in (-1, TOKENS + 1, -(2**31), 2**31 - 1):
-            sums = helpers.fetch(helpers.per_rank(functools.partial(body, wrong), group.mesh)(*operands))
+            sums = helpers.run(group, functools.partial(body, wrong), *operands)
             assert np.isnan(sums).all()
 
 
@@ -437,7 +428,7 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
     heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
     monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda: heartbeat_thread)
     start = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
+    with pytest.raises(jax_ep.PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
         over(2, 2, open_timeout=1.2)
     assert 1.2 <= time.monotonic() - start < 1.6
     assert left == sorted(left, reverse=True)

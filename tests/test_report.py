@@ -26,18 +26,10 @@ def ops_until(last: int, outcome: str = "delivered") -> Ops:
 def dump_of(process: int, ranks: dict[int, Ops], *, line: int | None = None, at: float = 0) -> dict[str, Any]:
     line, times = process if line is None else line, {"begin_ns": 0, "end_ns": 0}
     stack = [{"file": file, "line": 7, "function": "step"} for file in ("train.py", "a/site-packages/b.py")]
+    nothing = {"finished": 0, "process": "", "waited_ns": [0] * SIZE, "received_bytes": [0] * SIZE}
     history = [
-        {
-            "line": line,
-            "rank": rank,
-            "finished": 0,
-            "process": "",
-            "waited_ns": [0] * SIZE,
-            "received_bytes": [0] * SIZE,
-            "ops": [
-                {"epoch": epoch, "op": "", "call": call, "outcome": outcome} | times for epoch, call, outcome in ops
-            ],
-        }
+        {"line": line, "rank": rank, **nothing}
+        | {"ops": [{"epoch": epoch, "op": "", "call": call, "outcome": how} | times for epoch, call, how in ops]}
         for rank, ops in ranks.items()
     ]
     who = {"group": "Group(ep)", "id": 7, "host": "host", "process": process, "time": at}

@@ -26,7 +26,7 @@ def dispatched(group: Group, rng: helpers.Rng) -> tuple[helpers.Case, Dispatched
         return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
 
     case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    return case, helpers.fetch(helpers.per_rank(body, group.mesh)(*case))
+    return case, helpers.run(group, body, *case)
 
 
 def combined(group: Group) -> Callable[..., Any]:

@@ -154,10 +154,8 @@ def test_types(open_group: OpenGroup, rng: Rng, caplog: pytest.LogCaptureFixture
         for shared in (False, None) * 2:
             traced(P(), shared)
         traced(P("ep"), None)
+    alike = "tokens are the same on all 2 ranks, and each"
     assert [(x.levelname, x.getMessage()) for x in caplog.records] == [
-        (
-            "WARNING",
-            "moe_mlp: tokens are the same on all 2 ranks, and each computes all of them: pass shared_tokens=True",
-        ),
-        ("INFO", "dispatch: tokens are the same on all 2 ranks, and each sends all of them"),
+        ("WARNING", f"moe_mlp: {alike} computes all of them: pass shared_tokens=True"),
+        ("INFO", f"dispatch: {alike} sends all of them"),
     ]
