@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import oracle
-from test_nodes import first_for_each_node
+from nodes_cases import first_for_each_node
 
 from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, lax, moe_mlp
 from jax_ep.float8 import quantize_weights

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
-import test_lax
+from chaos.ragged import slices_of
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import Group, SparseRows, combine, dispatch
 
 Array = np.ndarray
-EXPERTS, TOP_K, HIDDEN, TABLE = 16, 2, 24, 60
+EXPERTS, TOP_K, HIDDEN, TABLE, ROWS = 16, 2, 24, 60, 40
 AXIS = "ep"
 
 
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     ids: Array  # [R, T, K]
     weights: Array  # [R, T, K]
     names: Array  # [R, T]: rows of a table
-    slices: oracle.Slices  # of `test_lax.ROWS` rows
+    slices: oracle.Slices  # of `ROWS` rows
 
 
 def draw(rng: helpers.Rng, size: int, tokens: int) -> Operands:
@@ -38,7 +38,7 @@ def draw(rng: helpers.Rng, size: int, tokens: int) -> Operands:
         ids=case.ids,
         weights=rng.integers(1, 4, case.weights.shape).astype(np.float32),
         names=rng.integers(0, TABLE, (size, tokens), np.int32),
-        slices=test_lax.draw_slices(rng, 2, size),
+        slices=slices_of(rng, rng.integers(0, 3, (size, size, 2)), ROWS, ROWS),
     )
 
 
@@ -88,7 +88,7 @@ def mixed(
     found["table"] = table.at[summed.indices].add(summed.values, mode="drop")
     found["third"] = routed(other, after(third, found["table"], in_turn), ids, weights)
 
-    operand = jnp.resize(after(tokens, found["third"], in_turn), (test_lax.ROWS, HIDDEN))
+    operand = jnp.resize(after(tokens, found["third"], in_turn), (ROWS, HIDDEN))
     output = -operand
     found["ragged"] = jax_ep.lax.ragged_all_to_all(operand, output, *slices, axis_name=AXIS, group=one)
     if collectives and one.platform != "cpu":  # XLA:CPU has none
@@ -103,7 +103,7 @@ def expected(operands: Operands, *, collectives: bool, on_cpu: bool) -> dict[str
     following = np.roll(tokens, 1, axis=0) if collectives else tokens
     table = np.zeros((TABLE, HIDDEN), np.float32)
     np.add.at(table, names.ravel(), following.reshape(-1, HIDDEN))
-    operand = np.array([np.resize(x, (test_lax.ROWS, HIDDEN)) for x in tokens])
+    operand = np.array([np.resize(x, (ROWS, HIDDEN)) for x in tokens])
     moved = oracle.ragged_all_to_all(operand, -operand, slices)
     found = {"first": tokens * scale, "second": -tokens * scale, "next": following, "third": following * scale}
     found |= {"table": np.broadcast_to(table, (size, *table.shape)), "ragged": moved}

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import mismatch_cases
 import moe_oracle
+import nodes_cases
 import numpy as np
 import pytest
 import sparse_cases
-import test_nodes
 from jax.experimental import multihost_utils
 from layer_cases import layer_of, with_gradient
-from test_nodes import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
+from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
 import jax_ep
 from jax_ep import CapacityError, Group, MismatchError, NodeOptions, PeerLostError, PlatformError, combine
@@ -53,7 +53,7 @@ def run(group: Group, case: helpers.Case, **options: Any) -> Any:
 
 def check_round_trip(group: Group, case: helpers.Case, *, fp8: bool = False, **options: Any) -> None:
     found = run(group, case, implementation="kernels", **options)
-    test_nodes.assert_there_and_back(found, group, case, fp8=fp8, alignment=options.get("alignment", 1))
+    nodes_cases.assert_there_and_back(found, group, case, fp8=fp8, alignment=options.get("alignment", 1))
     group.check()
 
 
@@ -61,12 +61,12 @@ def check_room_on_the_way(mesh: jax.sharding.Mesh, rng: helpers.Rng, node_capaci
     with open_group(mesh, 60, nodes=NodeOptions(node_capacity)) as group:
         case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
         found = run(group, case, implementation="kernels", on_overflow="drop")
-        test_nodes.assert_there_and_back(found, group, case, node_capacity=node_capacity)
+        nodes_cases.assert_there_and_back(found, group, case, node_capacity=node_capacity)
 
 
 def check_chunks(mesh: jax.sharding.Mesh, rng: helpers.Rng) -> None:
     with open_group(mesh, 60, nodes=NodeOptions(chunks=3)) as group:
-        uneven = test_nodes.uneven(rng, group.size)
+        uneven = nodes_cases.uneven(rng, group.size)
         check_round_trip(group, uneven, capacity=24, alignment=4, on_overflow="drop")
         check_layer(group, rng)
 
@@ -189,9 +189,9 @@ def check_all(mesh: jax.sharding.Mesh) -> None:
     rng = np.random.default_rng(helpers.SEED)
     with open_group(mesh, 60) as group:
         check_what_it_is(group, *mesh.devices.shape)
-        check_overflow(group, test_nodes.uneven(rng, group.size))
+        check_overflow(group, nodes_cases.uneven(rng, group.size))
         check_sparse(group, rng)
-        float8 = test_nodes.uneven(rng, group.size, 128, helpers.DTYPES[0])
+        float8 = nodes_cases.uneven(rng, group.size, 128, helpers.DTYPES[0])
         check_round_trip(group, float8, fp8=True, **FLOAT8)
         check_layer(group, rng, implementation="xla")
     check_chunks(mesh, rng)

@@ -12,7 +12,7 @@ import oracle
 import pytest
 from conftest import OpenGroup, Rng
 from helpers import Case
-from test_nodes import assert_flat, flat, over
+from nodes_cases import assert_flat, flat, over
 
 from jax_ep import CapacityError, Group, Implementation, dispatch
 from jax_ep.runtime.undelivered import capacity_error

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sparse_cases as cases
 from helpers import Rng
-from test_nodes import over
+from nodes_cases import over
 
 from jax_ep import Group, Implementation, NodeOptions, SparseRows, dispatch, sparse_all_reduce
 from jax_ep.ops.moe import kernels, path

@@ -17,7 +17,7 @@ import moe_oracle
 import numpy as np
 import pytest
 from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
-from test_nodes import over
+from nodes_cases import over
 
 from jax_ep import CapacityError, Group
 from jax_ep.ops.moe import kernels, path

@@ -11,23 +11,22 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
+import nodes_cases
 import numpy as np
 import oracle
 import pytest
 from helpers import Rng
 from jax.sharding import PartitionSpec as P
-from test_heartbeat import Store
+from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, flat, over, run, uneven
 
 import jax_ep
-from jax_ep import CapacityError, Dispatched, Group, Implementation, NodeOptions, PlatformError, combine, dispatch
+from jax_ep import CapacityError, Group, Implementation, NodeOptions, PlatformError, combine, dispatch
 from jax_ep.backends import NodesBackend
 from jax_ep.lax import ragged_all_to_all
 from jax_ep.ops.moe.types import NodeRouting
 from jax_ep.runtime import heartbeat, opening, topology
 from jax_ep.runtime.progress import Progress
 
-EXPERTS, TOKENS, TOP_K, HIDDEN = 16, 6, 3, 32
-AXES = ("node", "ep")
 CAPACITY = 24  # of a rank
 BFLOAT16, FLOAT16, FLOAT32 = helpers.DTYPES
 # Nodes, ranks, node capacity, wire, dtype, and chunks: those that divide the tokens of a node or not, and more than
@@ -47,100 +46,12 @@ WAYS = [
 pytestmark = pytest.mark.usefixtures("native")
 
 
-def over(node: int, ep: int, **options: Any) -> Group:
-    return Group(helpers.mesh_of(node=node, ep=ep), AXES, across_nodes=True, timeout=30, **options)
-
-
-def flat(out: Dispatched, group: Group) -> dict[str, Any]:
-    """What one group of all ranks would return, of what came back from all."""
-    ranks, size = group.size, group.size // group.nodes
-    routing = out.routing
-    top_k = routing.targets.shape[-1]
-    num_tokens = routing.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
-
-    def of_sources(x: Any) -> np.ndarray:  # [R, L, N T, K] by rank inside and node -> [R, R, T, K]
-        parts = x.reshape(ranks, size, group.nodes, num_tokens, top_k)
-        return parts.swapaxes(1, 2).reshape(ranks, ranks, num_tokens, top_k)
-
-    return {
-        "rows": out.rows,
-        "group_sizes": out.group_sizes,
-        "row_of": of_sources(routing.row_of),
-        "weights": of_sources(routing.weights),
-        "counts": routing.counts,
-        "dropped": routing.dropped,
-        "invalid": routing.invalid,
-    }
-
-
-def assert_flat(actual: dict[str, Any], expected: oracle.Expected) -> None:
-    for name, array in actual.items():
-        np.testing.assert_array_equal(helpers.wide(array), helpers.wide(getattr(expected, name)), name)
-
-
-def run(group: Group, case: helpers.Case, **options: Any) -> tuple[Dispatched, np.ndarray]:
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, **options)
-    return helpers.by_rank(group.mesh, helpers.fetch(program(*helpers.on_mesh(group.mesh, case))))
-
-
-def first_for_each_node(ids: np.ndarray, nodes: int, node_capacity: int, experts: int = EXPERTS) -> np.ndarray:
-    """[R, T, K] whether an assignment travels to its node."""
-    travels = np.zeros(ids.shape, bool)
-    for rank in range(len(ids)):
-        for node in range(nodes):
-            here = (ids[rank] // (experts // nodes) == node) & (ids[rank] >= 0)
-            tokens = np.flatnonzero(here.any(axis=1))[:node_capacity]
-            travels[rank, tokens] |= here[tokens]
-    return travels
-
-
-def assert_there_and_back(
-    found: tuple[Dispatched, np.ndarray],
-    group: Group,
-    case: helpers.Case,
-    *,
-    node_capacity: int | None = None,
-    fp8: bool = False,
-    alignment: int = 1,
-) -> None:
-    """The rows of the oracle, padding and dropped ones too.
-
-    Where the first tokens of a rank for a node travel, an oracle that never knew the others gives what arrives.
-    """
-    out, combined = found
-    options: dict[str, Any] = {"num_experts": EXPERTS, "capacity": out.rows.shape[1], "alignment": alignment}
-    asked, kept = oracle.dispatch(*case, **options, fp8=fp8), case
-    if node_capacity is not None:
-        kept = case._replace(ids=np.where(first_for_each_node(case.ids, group.nodes, node_capacity), case.ids, -1))
-    expected = oracle.dispatch(*kept, **options, fp8=fp8)
-    if node_capacity is None:
-        assert_flat(flat(out, group), expected)
-    np.testing.assert_array_equal(helpers.wide(out.rows), helpers.wide(expected.rows))
-    np.testing.assert_array_equal(out.group_sizes, expected.group_sizes)
-    np.testing.assert_array_equal(out.routing.counts, asked.counts)
-    named = (case.ids >= 0) & (case.ids < EXPERTS)
-    np.testing.assert_array_equal(out.routing.dropped[:, 0], (named & (expected.targets < 0)).sum(axis=(1, 2)))
-    arrived = out.rows if fp8 else expected.rows  # XLA's division may round a value to the other neighbour
-    helpers.assert_combined(combined, arrived, expected.targets, case.weights, roundings=3)
-
-
-def uneven(rng: helpers.Rng, size: int, hidden: int = HIDDEN, dtype: Any = np.float32) -> helpers.Case:
-    """Two thirds of all assignments to three experts, some to none, some out of bounds."""
-    case = helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, hidden, np.dtype(dtype))
-    hot = rng.random(case.ids.shape) < 2 / 3
-    ids = np.where(hot, rng.integers(0, 3, case.ids.shape), case.ids)
-    ids[rng.random(ids.shape) < 0.1] = -1
-    ids[rng.random(ids.shape) < 0.1] = EXPERTS + 5
-    ids[rng.random(ids.shape) < 0.1] = -7
-    return case._replace(ids=ids.astype(np.int32))
-
-
 WAY, ROOM = r"tokens for a node but nodes\.capacity is 3", r"needs \d+ rows but capacity is "
 
 
 @pytest.mark.parametrize(("capacity", "node_capacity", "match"), [(16, None, ROOM), (None, 3, WAY), (2, 3, WAY)])
 def test_overflow_delivers_nothing(
-    capacity: Any, node_capacity: Any, match: str, implementation: Implementation, rng: helpers.Rng
+    capacity: Any, node_capacity: Any, match: str, implementation: Implementation, rng: Rng
 ) -> None:
     """Each time, and of the way first, where tokens for a node find no room there and the others are too many rows."""
     case = uneven(rng, 8)
@@ -156,7 +67,7 @@ def test_overflow_delivers_nothing(
         assert np.isfinite(out.rows).all()
 
 
-def test_float8_on_both_wires(implementation: Implementation, rng: helpers.Rng) -> None:
+def test_float8_on_both_wires(implementation: Implementation, rng: Rng) -> None:
     """Rows are rounded once, whatever ways they take."""
     case = uneven(rng, 4, 256, helpers.DTYPES[0])
     case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
@@ -177,7 +88,7 @@ def test_float8_on_both_wires(implementation: Implementation, rng: helpers.Rng) 
     np.testing.assert_array_equal(helpers.wide(wide.astype(case.tokens.dtype)), helpers.wide(expected.rows))
 
 
-def test_what_does_not_leave_a_node(rng: helpers.Rng) -> None:
+def test_what_does_not_leave_a_node(rng: Rng) -> None:
     with over(2, 2) as group:
         assert group._resolve("ragged_all_to_all", "auto") == "xla"
         with pytest.raises(PlatformError, match="ragged_all_to_all: groups across nodes need implementation='xla'"):
@@ -215,7 +126,7 @@ def test_there_and_back(way: Any, implementation: Implementation, rng: Rng, monk
         found = run(group, case, implementation=implementation, **sent)
         group.check()
     form: dict[str, Any] = {"node_capacity": node_capacity, "fp8": wire is not None, "alignment": 4}
-    assert_there_and_back(found, group, case, **form)
+    nodes_cases.assert_there_and_back(found, group, case, **form)
 
 
 def vjp_of(group: Group, **options: Any) -> Callable[..., Any]:
@@ -316,7 +227,7 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
-def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: helpers.Rng) -> None:
+def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: Rng) -> None:
     """What is counted stays int32, so that combine takes the routing."""
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
@@ -372,7 +283,7 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
         assert last.startswith("combine capacity=")
 
 
-def test_a_routing_that_names_no_token(implementation: Implementation, rng: helpers.Rng) -> None:
+def test_a_routing_that_names_no_token(implementation: Implementation, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2, nodes=NodeOptions(3)) as group:
         operands = helpers.on_mesh(group.mesh, case)
@@ -391,7 +302,7 @@ def test_a_routing_that_names_no_token(implementation: Implementation, rng: help
             assert np.isnan(sums).all()
 
 
-def test_a_routing_of_another_kind(rng: helpers.Rng) -> None:
+def test_a_routing_of_another_kind(rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2) as group, Group(group.mesh, AXES, timeout=30) as one:
         operands = helpers.on_mesh(group.mesh, case)
@@ -424,7 +335,7 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(topology, "crosses_nodes", slow(topology.crosses_nodes))
     monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
     monkeypatch.setattr(topology, "other_processes", lambda *_: {1: "process 1"})
-    store = Store()
+    store = helpers.KeyValueStore()
     heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
     monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda: heartbeat_thread)
     start = time.monotonic()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_nodes import over
+from nodes_cases import over
 
 from jax_ep import Dispatched, Group, InvalidRoutingError, NodeOptions, Routing, SparseRows, combine, dispatch
 from jax_ep.float8 import Float8Rows

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nodes_cases import over
 from test_benchmarks import benchmark, rows_of
-from test_nodes import over
 
 from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
 from jax_ep.__main__ import main

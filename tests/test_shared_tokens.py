@@ -10,7 +10,7 @@ import moe_oracle
 import numpy as np
 import pytest
 from conftest import OpenGroup, Rng
-from test_nodes import over
+from nodes_cases import over
 
 from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
 from jax_ep.ops.moe import settings
