@@ -38,8 +38,8 @@ ON_HOSTS = ("benchmarks", "guide", "house", "package")  # no kernel of a GPU run
 
 
 def run_tests(seconds: float, workers: int) -> dict[str, Any]:
-    first = [f"tests/test_{name}.py" for name in FIRST if (ROOT / f"tests/test_{name}.py").exists()]
-    ignored = [f"--ignore=tests/test_{name}.py" for name in ON_HOSTS]
+    first = [str(path) for name in FIRST for path in ROOT.glob(f"tests/**/test_{name}.py")]
+    ignored = [f"--ignore={path}" for name in ON_HOSTS for path in ROOT.glob(f"tests/**/test_{name}.py")]
     xdist = ["-n", str(workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

@@ -133,7 +133,8 @@ def run_python(*arguments: str, cwd: Path = ROOT, exit_code: int = 0, seconds: f
 
 def knowing(here: str, script: str) -> str:
     """The script for a new Python, which knows the test module of this name as `here`."""
-    paths = f"import sys; sys.path[:0] = [{str(ROOT / 'tests')!r}, {str(ROOT)!r}]\n"
+    folders = [str(ROOT / "tests" / name) for name in ("", "ops", "transforms", "processes", "house")]
+    paths = f"import sys; sys.path[:0] = {[*folders, str(ROOT)]}\n"
     return paths + f"import conftest, helpers, jax, {here} as here\nfrom jax_ep import Group\n" + script
 
 

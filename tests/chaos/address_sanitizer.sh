@@ -29,5 +29,5 @@ for bytes in 1 64 1000 65536; do
   fi
 done
 echo "planted overruns were caught"
-sanitized -m pytest -q -n0 tests/test_bindings.py
+sanitized -m pytest -q -n0 tests/ops/test_bindings.py
 sanitized -m tests.chaos.fuzz "$@"

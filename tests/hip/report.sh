@@ -36,7 +36,7 @@ try 300 python -m jax_ep info
 
 section "two GPUs exchange tokens"
 # The least that must work. After a timeout it names who waited for whom.
-JAX_EP_TIMEOUT=30 try 600 python -m pytest -q -x -o addopts= tests/test_dispatch.py tests/test_combine.py
+JAX_EP_TIMEOUT=30 try 600 python -m pytest -q -x -o addopts= tests/ops/test_dispatch.py tests/ops/test_combine.py
 
 section "all tests, and random programs: $minutes minutes"
 lines=200 try $((120 * minutes + 600)) python -m tests.gpu --minutes "$minutes" --out "$(mktemp -u).json"

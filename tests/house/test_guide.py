@@ -11,7 +11,7 @@ import pytest
 
 from jax_ep import Group
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ["docs/guide.md", "docs/models.md", "docs/serving.md", "docs/embeddings.md"]  # close their groups
 
 

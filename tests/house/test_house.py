@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LONGEST_FILE = 600
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
