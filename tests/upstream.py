@@ -51,9 +51,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def load(file: Path, real: Sequence[str], absent: Sequence[str]) -> ModuleType:
-    """The first of the modules `real`. They stay in `sys.modules`."""
+    """The first of the modules `real`. They stay in `sys.modules`, without the mocks of other packages."""
     sys.meta_path.insert(0, finder := Finder(file, real, absent))
     try:
         return [importlib.import_module(name) for name in reversed(real)][-1]  # first what the first one imports
     finally:
         sys.meta_path.remove(finder)
+        for name, module in [*sys.modules.items()]:
+            if name.partition(".")[0] in absent and isinstance(module, MagicMock):
+                del sys.modules[name]
