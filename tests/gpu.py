@@ -43,16 +43,8 @@ def run_tests(seconds: float, workers: int) -> dict[str, Any]:
     xdist = ["-n", str(workers), "--dist", "worksteal"] if importlib.util.find_spec("xdist") else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = [
-            "-q",
-            "-o",
-            "addopts=",
-            "-p",
-            "no:benchmark",
-            "--continue-on-collection-errors",
-            f"--junitxml={report}",
-        ]
-        command = ["pytest", *options, *xdist, *ignored, *first, "tests"]
+        options = ["-q", "-o", "addopts=", "-p", "no:benchmark", "--continue-on-collection-errors"]
+        command = ["pytest", *options, f"--junitxml={report}", *xdist, *ignored, *first, "tests"]
         ended, _ = run(command, seconds)
         if not report.exists():
             return {"ended": ended, "passed": 0, "skipped": 0, "failed": 1}

@@ -216,21 +216,10 @@ def round_trip(
     return both
 
 
-def moe_sums(
-    tokens: Any,
-    ids: Any,
-    weights: Any,
-    gate: Any,
-    up: Any,
-    down: Any,
-    *,
-    biases: Any = None,
-    activation: Any = "silu",
-    **options: Any,
-) -> jax.Array:
-    """`moe_mlp` of experts with these matrices, without what it counted."""
-    experts = Experts(gate=gate, up=up, down=down, biases=biases, activation=activation)
-    return moe_mlp(tokens, ids, weights, experts, **options)[0]
+def moe_sums(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any, **options: Any) -> jax.Array:
+    """`moe_mlp` of experts with these matrices, perhaps with biases and an activation, without what it counted."""
+    unit = {"biases": options.pop("biases", None), "activation": options.pop("activation", "silu")}
+    return moe_mlp(tokens, ids, weights, Experts(gate=gate, up=up, down=down, **unit), **options)[0]
 
 
 def dispatch_combine(group: Group, **options: Any) -> Callable[..., Any]:

@@ -56,18 +56,9 @@ def after(x: jax.Array, other: jax.Array, in_turn: bool) -> jax.Array:
     return x + 0 * other.ravel()[0] if in_turn else x
 
 
-def mixed(
-    one: Group,
-    other: Group,
-    tokens: Any,
-    ids: Any,
-    weights: Any,
-    names: Any,
-    *slices: Any,
-    collectives: bool,
-    in_turn: bool,
-) -> dict[str, jax.Array]:
+def mixed(one: Group, other: Group, *operands: Any, collectives: bool, in_turn: bool) -> dict[str, jax.Array]:
     """On one rank. `in_turn`: each op of ours waits for the one before, as it must in CPU processes."""
+    tokens, ids, weights, names, *slices = operands
     size = one.size
     found = {"first": routed(one, tokens, ids, weights)}
     second = after(tokens, found["first"], in_turn)

@@ -27,15 +27,9 @@ def flat(out: Dispatched, group: Group) -> dict[str, Any]:
         parts = x.reshape(ranks, size, group.nodes, num_tokens, top_k)
         return parts.swapaxes(1, 2).reshape(ranks, ranks, num_tokens, top_k)
 
-    return {
-        "rows": out.rows,
-        "group_sizes": out.group_sizes,
-        "row_of": of_sources(routing.row_of),
-        "weights": of_sources(routing.weights),
-        "counts": routing.counts,
-        "dropped": routing.dropped,
-        "invalid": routing.invalid,
-    }
+    found = {"rows": out.rows, "group_sizes": out.group_sizes}
+    found |= {name: getattr(routing, name) for name in ("counts", "dropped", "invalid")}
+    return found | {name: of_sources(getattr(routing, name)) for name in ("row_of", "weights")}
 
 
 def assert_flat(actual: dict[str, Any], expected: oracle.Expected) -> None:

@@ -83,21 +83,13 @@ def float8_rows(rng: helpers.Rng, group: Group, *, tokens: int = 24, dtype: Any 
     expected = oracle.dispatch(*case, num_experts=experts, capacity=capacity, fp8=True)
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        options: dict[str, Any] = {"wire": "float8_rows"}
-        out = jax_ep.dispatch(
-            tokens,
-            ids,
-            weights,
-            group=group,
-            num_experts=experts,
-            capacity=capacity,
-            implementation="kernels",
-            **options,
-        )
+        where: dict[str, Any] = {"group": group, "implementation": "kernels"}
+        sent: dict[str, Any] = {"num_experts": experts, "capacity": capacity, "wire": "float8_rows"}
+        out = jax_ep.dispatch(tokens, ids, weights, **where, **sent)
         values, scales = out.rows.values, out.rows.scales
         wide = values.astype(jnp.float32) * jnp.repeat(scales, oracle.FP8_BLOCK, axis=1)
         rows = wide.astype(tokens.dtype)
-        return rows, jax_ep.combine(rows, out.routing, group=group, implementation="kernels")
+        return rows, jax_ep.combine(rows, out.routing, **where)
 
     wanted = [*equal(expected.rows), combined(expected.rows, expected, case, 4)]
     return Op(helpers.per_rank(body, group.mesh), [*case], wanted)

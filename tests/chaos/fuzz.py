@@ -26,20 +26,8 @@ from .report import Report, devices_here, parser, prepare_devices
 from .routed import Float8, Gradients, RoundTrip
 from .sparse import AllReduce, AllReduceGradient
 
-PROGRAMS: tuple[type[Program], ...] = (
-    RoundTrip,
-    AllReduce,
-    Ragged,
-    CollectiveMatmul,
-    Gradients,
-    RoundTrip,
-    AllReduceGradient,
-    MoeMlp,
-    AllReduce,
-    Float8,
-    MoeMlp,
-    CollectiveMatmul,
-)
+PROGRAMS: list[type[Program]] = [RoundTrip, AllReduce, Ragged, CollectiveMatmul, Gradients, RoundTrip]
+PROGRAMS += [AllReduceGradient, MoeMlp, AllReduce, Float8, MoeMlp, CollectiveMatmul]
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,
     "layers": (MoeMlp,),

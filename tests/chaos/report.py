@@ -70,19 +70,10 @@ class Report:
         """Prints the table; the exit code."""
         for phase, count in sorted(self.struck.items()):
             print(f"struck in {phase}: {count}")
-        columns = {
-            "script": self.script,
-            "of": self.of,
-            "seed": self.seed,
-            "configurations": self.configurations,
-            "programs": self.programs,
-            "faults injected": self.faults,
-            "phases struck": len(self.struck),
-            "longest s to the error": f"{self.longest_seconds:.2f}",
-            "wrong values": self.wrong,
-            "lost": self.lost,
-            "seconds": f"{self.seconds():.0f}",
-        }
+        columns = {name: getattr(self, name) for name in ("script", "of", "seed", "configurations", "programs")}
+        columns |= {"faults injected": self.faults, "phases struck": len(self.struck)}
+        columns |= {"longest s to the error": f"{self.longest_seconds:.2f}", "wrong values": self.wrong}
+        columns |= {"lost": self.lost, "seconds": f"{self.seconds():.0f}"}
         widths = [max(len(name), len(str(value))) for name, value in columns.items()]
         for row in (columns.keys(), columns.values()):
             print(" | ".join(str(cell).rjust(width) for cell, width in zip(row, widths, strict=True)))

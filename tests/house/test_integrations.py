@@ -59,21 +59,13 @@ def with_gradients(function: Any, *operands: Any) -> Any:
     return helpers.fetch(jax.jit(jax.grad(value, has_aux=True))(operands))
 
 
+DEEPSEEK: dict[str, Any] = {"model_name": "deepseek3-671b", "decoder_block": "DEEPSEEK"}
+DEEPSEEK |= {"routed_bias": True, "routed_score_func": "sigmoid"}
+GPT_OSS: dict[str, Any] = {"decoder_block": "GPT_OSS", "mlp_bias": True, "mlp_activations_limit": 7.0}
 MAXTEXT: dict[str, dict[str, Any]] = {
     "qwen3": {"norm_topk_prob": True, "decoder_block": "QWEN3_MOE", "options": {"capacity": B * S * K}},
-    "deepseek3": {
-        **{
-            "model_name": "deepseek3-671b",
-            "decoder_block": "DEEPSEEK",
-            "routed_bias": True,
-            "routed_score_func": "sigmoid",
-        },
-        **{"n_routing_groups": 4, "topk_routing_group": 2, "moe_use_megatron_seq_aux_loss": True},
-    },
-    "gpt_oss": {
-        **{"decoder_block": "GPT_OSS", "mlp_bias": True, "mlp_activations_limit": 7.0, "routed_bias": True},
-        "gradient_accumulation_steps": 2,
-    },
+    "deepseek3": DEEPSEEK | {"n_routing_groups": 4, "topk_routing_group": 2, "moe_use_megatron_seq_aux_loss": True},
+    "gpt_oss": GPT_OSS | {"routed_bias": True, "gradient_accumulation_steps": 2},
     "decoding": {"batch": 2, "load_balance_loss_weight": 0.0},
     "float8": {"options": {"precision": "float8"}},
 }
@@ -83,12 +75,8 @@ def maxtext_layer(
     moe: ModuleType, batch: int = B, options: Any = None, decoder_block: str = "MIXTRAL", **config: Any
 ) -> Bare:
     given = {"model_name": "mixtral", "routed_score_func": "", "mlp_activations": ["silu"], "model_call_mode": "train"}
-    given |= {
-        "num_experts": E,
-        "routed_bias_update_rate": 0.01,
-        "routed_scaling_factor": 2.5,
-        "matmul_precision": "highest",
-    }
+    given |= {"num_experts": E, "routed_bias_update_rate": 0.01, "routed_scaling_factor": 2.5}
+    given |= {"matmul_precision": "highest"}
     given |= {"load_balance_loss_weight": 0.1, "mlp_activations_limit": -1.0, "capacity_factor": -1.0}
     given |= {"gradient_accumulation_steps": 1, "norm_topk_prob": False, "routed_bias": False, "mlp_bias": False}
     off = ("use_random_routing", "activations_in_float32", "float32_weight_sum", "fuse_expert_scales")

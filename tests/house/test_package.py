@@ -147,12 +147,12 @@ print([name for name in os.environ if name == "XLA_FLAGS" or name.startswith("JA
 
 
 def test_the_variables_of_the_caller_do_not_matter() -> None:
-    variables: dict[str, Any] = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
+    variables = {
         "JAX_PLATFORMS": "tpu",
         "JAX_ENABLE_X64": "1",
         "JAX_NUM_CPU_DEVICES": "5",
-        "JAX_COMPILATION_CACHE_DIR": "/nowhere",
         "JAX_EP_TEST_ENVIRONMENT": "",
     }
-    assert helpers.run_python("-c", helpers.knowing("helpers", SCRIPT), **variables) == "8 float32 None\n[]\n"
+    variables |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=3", "JAX_COMPILATION_CACHE_DIR": "/nowhere"}
+    given: Any = variables
+    assert helpers.run_python("-c", helpers.knowing("helpers", SCRIPT), **given) == "8 float32 None\n[]\n"

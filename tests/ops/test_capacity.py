@@ -197,8 +197,7 @@ def test_gradients(
         return jax.vjp(sums, tokens, weights, more)[1](cotangent)
 
     nothing = np.zeros((4, capacity, case.tokens.shape[2]), np.float32)
-    program = helpers.per_rank(pulled, group.mesh)
-    d_tokens, d_weights, d_rows = helpers.fetch(program(*case, nothing, cotangent))
+    d_tokens, d_weights, d_rows = helpers.run(group, pulled, *case, nothing, cotangent)
     expected = oracle.dispatch(*case, **options)
     kept = expected.targets >= 0
     assert expected.dropped.any()

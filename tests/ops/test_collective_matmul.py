@@ -97,8 +97,9 @@ def test_all_three_in_a_row_and_independent(group: Group, rng: Rng, native: None
             assert_near(product, exact(name, scaled, b), exact(name, np.abs(scaled), np.abs(b)), 4, name)
 
 
-EMPTY = "lhs and rhs must not be empty"
+EMPTY, RESULT = "lhs and rhs must not be empty", "preferred_element_type"
 SQUARE, NARROW, MESH = jnp.zeros((8, 8)), jnp.zeros((8, 8), BFLOAT16), AbstractMesh((2,), ("ep",))
+NARROWS = {"lhs": NARROW, "rhs": NARROW}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"group": MESH}, TypeError, "group must be an open jax_ep.Group(mesh, axis_name), got AbstractMesh"),
     ({"lhs": [[1.0]]}, TypeError, "lhs must be an array, got list"),
@@ -109,12 +110,9 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bias": [0.0] * 8}, TypeError, "bias must be an array, got list"),
     ({"bias": jnp.zeros(4)}, ValueError, "bias must have shape"),
     ({"bias": jnp.zeros(8, complex)}, TypeError, "bias must be of dtype bfloat16, float16, float32, got complex64"),
-    ({"preferred_element_type": "foo"}, TypeError, "preferred_element_type must be a dtype or None, got 'foo'"),
-    ({"preferred_element_type": BFLOAT16}, TypeError, "preferred_element_type must be float32"),
-    *(
-        ({"lhs": NARROW, "rhs": NARROW, "preferred_element_type": FLOAT16}, *error)
-        for error in [(TypeError, "preferred_element_type must be bfloat16 or float32, got float16")]
-    ),
+    ({RESULT: "foo"}, TypeError, f"{RESULT} must be a dtype or None, got 'foo'"),
+    ({RESULT: BFLOAT16}, TypeError, f"{RESULT} must be float32"),
+    (NARROWS | {RESULT: FLOAT16}, TypeError, f"{RESULT} must be bfloat16 or float32, got float16"),
     ({"implementation": "nccl"}, ValueError, "implementation must be one of"),
     *(
         (

@@ -53,8 +53,7 @@ def test_nothing(shape: Shape, options: dict[str, Any], implementation: Implemen
     with over(2, SIZE, nodes=nodes) if nodes else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
         # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
         case = helpers.draw_case(rng, group.size, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
-        program = helpers.per_rank(body, group.mesh)
-        (_, actual), gradients = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
+        (_, actual), gradients = helpers.run(group, body, *helpers.on_mesh(group.mesh, case))
         group.check()
     case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
     if nodes is None:

@@ -123,6 +123,9 @@ def test_wrong_types(op: str, argument: str, value: Any, must: str, group: Group
         trace(group, lambda: OPS[op](group, **{argument: value}))
 
 
+BEYOND = r"R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912"
+
+
 def many_tokens() -> dict[str, Any]:
     tokens, ids = jnp.zeros((2**18, HIDDEN)), jnp.zeros((2**18, 2**11), jnp.int32)
     return {"tokens": tokens, "expert_ids": ids, "num_experts": 4096}
@@ -131,10 +134,7 @@ def many_tokens() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        (
-            lambda: dict.fromkeys(("capacity", "alignment"), 2**29),
-            r"R \* T .* alignment .* fewer than 2\*\*31, got .* \* 536870912",
-        ),
+        (lambda: dict.fromkeys(("capacity", "alignment"), 2**29), BEYOND),
         (lambda: {"capacity": 12, "alignment": 8}, "capacity must be a multiple of alignment 8, got 12"),
         (many_tokens, r"the default capacity must be below .*, got \d+; pass capacity="),
     ],

@@ -201,18 +201,14 @@ def test_products_have_no_gradient(rng: helpers.Rng) -> None:
 WEIGHTS = Float8Weights(helpers.zeros((2, 128, 256), np.uint8), helpers.zeros((2, 1, 2)))
 ROWS = Float8Rows(helpers.zeros((4, 256), np.uint8), helpers.zeros((4, 2)))
 PLAIN, SIZES = helpers.zeros((4, 256)), helpers.zeros((2,), np.int32)
+FLOATS, E5M2 = np.zeros(2, np.float32), WEIGHTS.bits.view(jnp.float8_e5m2)
 ragged_dot, dot = float8.ragged_dot, float8.dot
 WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
     (ragged_dot, (PLAIN, np.zeros((2, 256, 64), np.float32), SIZES), ValueError, "rhs must have sizes that are multi"),
     (ragged_dot, (PLAIN, np.zeros((2, 256, 128), np.float16), SIZES), TypeError, "rhs must be of dtype float32"),
     (ragged_dot, (PLAIN[:, :128], WEIGHTS, SIZES), ValueError, r"\[G, K, N\] = \(2, 128, 128\), got Float8Weights"),
     (ragged_dot, (ROWS, np.zeros((2, 128, 128), np.float32), SIZES), ValueError, r"rhs\.bits must have 256 columns"),
-    (
-        ragged_dot,
-        (ROWS, WEIGHTS, np.zeros(2, np.float32)),
-        TypeError,
-        "group_sizes must be of an integer dtype, got flo",
-    ),
+    (ragged_dot, (ROWS, WEIGHTS, FLOATS), TypeError, "group_sizes must be of an integer dtype, got flo"),
     (ragged_dot, (ROWS, WEIGHTS, np.zeros(3, int)), ValueError, r"group_sizes must have .* = \(2,\), got \(3,\)"),
     *(
         (ragged_dot, (replace(ROWS, **lhs), replace(WEIGHTS, **rhs), SIZES), error, match)
@@ -221,12 +217,7 @@ WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
             ({"bits": ROWS.bits.view(oracle.FP8)}, {}, TypeError, r"lhs\.bits must be of dtype uint8"),
             ({}, {"scales": ROWS.scales}, ValueError, r"rhs\.scales must have shape"),
             ({}, {"bits": WEIGHTS.bits[..., :128]}, ValueError, r"rhs\.bits must have 256 columns"),
-            (
-                {},
-                {"bits": WEIGHTS.bits.view(jnp.float8_e5m2)},
-                TypeError,
-                r"rhs\.bits must be of dtype uint8, float8_e4m3fn, got float8_e5m2",
-            ),
+            ({}, {"bits": E5M2}, TypeError, r"rhs\.bits must be of dtype uint8, float8_e4m3fn, got float8_e5m2"),
             ({}, {"bits": WEIGHTS.bits[:, :64]}, ValueError, r"multiples of 128"),
         )
     ),

@@ -35,10 +35,8 @@ WAYS = [
     *((2, 4, None, None, BFLOAT16, chunks) for chunks in (1, 2)),
     *((4, 2, None, None, FLOAT16, chunks) for chunks in (1, 4)),
     *((2, 2, capacity, None, FLOAT32, chunks) for capacity, chunks in ((None, 100), (5, 2), (100, 1))),
-    (1, 2, None, None, FLOAT32, 1),
-    (2, 1, None, None, FLOAT32, 1),
-    (2, 4, 2, None, FLOAT32, 1),
-    (2, 4, 3, None, FLOAT32, 3),
+    *((nodes, ranks, None, None, FLOAT32, 1) for nodes, ranks in ((1, 2), (2, 1))),
+    *((2, 4, capacity, None, FLOAT32, chunks) for capacity, chunks in ((2, 1), (3, 3))),
     (4, 2, 5, None, FLOAT32, 1),
     *((2, 2, capacity, "float8", FLOAT32, 4) for capacity in (None, 4)),
 ]

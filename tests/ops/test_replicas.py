@@ -89,16 +89,11 @@ PLAN = nn.plan_replicas(np.ones(200), num_ranks=2, num_slots=400)
 
 IDS = np.zeros((1, 1), int)
 OTHER = nn.plan_replicas(np.ones(6), num_ranks=2, num_slots=8)
-EIGHT = (np.ones(8), 4, 12)
+EIGHT, DIVIDE = (np.ones(8), 4, 12), "num_nodes must divide 4 ranks and"
 REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
-    (
-        "plan_replicas",
-        EIGHT,
-        {"num_nodes": 3},
-        "num_nodes must divide 4 ranks and 8 groups, and groups 8 experts, got 3",
-    ),
-    ("plan_replicas", EIGHT, {"groups": 3}, "num_nodes must divide 4 ranks and 3 groups, and groups 8 experts, got 1"),
-    ("plan_replicas", EIGHT, {"groups": 2, "num_nodes": 4}, "num_nodes must divide 4 ranks and 2 groups"),
+    ("plan_replicas", EIGHT, {"num_nodes": 3}, f"{DIVIDE} 8 groups, and groups 8 experts, got 3"),
+    ("plan_replicas", EIGHT, {"groups": 3}, f"{DIVIDE} 3 groups, and groups 8 experts, got 1"),
+    ("plan_replicas", EIGHT, {"groups": 2, "num_nodes": 4}, f"{DIVIDE} 2 groups"),
     ("plan_replicas", EIGHT, {"previous": PLAN}, "previous.experts must have shape"),
     ("plan_replicas", EIGHT, {"previous": np.ones(12)}, "previous must be the ReplicaPlan of plan_replicas, got"),
     ("plan_replicas", EIGHT, {"previous": PLAN._replace(experts=np.ones(12))}, "previous.experts must be of an int"),

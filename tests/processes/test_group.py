@@ -25,17 +25,16 @@ from jax_ep.group import find_group
 from jax_ep.runtime import native as native_module
 
 SIZE, EXPERTS = 2, 8
+POSITIVE = "timeout must be a positive number of seconds"
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"timeout": 0}, ValueError, "timeout must be a positive number of seconds, got 0"),
-        ({"timeout": -1.0}, ValueError, "timeout must be a positive number of seconds, got -1"),
-        ({"timeout": float("nan")}, ValueError, "timeout must be a positive number of seconds, got nan"),
+        *(({"timeout": x}, ValueError, f"{POSITIVE}, got {x:g}") for x in (0, -1.0, float("nan"))),
         ({"timeout": "3"}, TypeError, "timeout must be a number of seconds, got str"),
         ({"timeout": True}, TypeError, "timeout must be a number of seconds, got bool"),
-        ({"open_timeout": 0}, ValueError, "open_timeout must be a positive number of seconds, got 0"),
+        ({"open_timeout": 0}, ValueError, f"open_{POSITIVE}, got 0"),
         ({"open_timeout": "3"}, TypeError, "open_timeout must be a number of seconds, got str"),
         ({"on_lost": "stop"}, ValueError, "on_lost must be .*'raise'.*'exit'.*got 'stop'"),
         ({"max_sms": 0}, ValueError, "max_sms must be at least 1, got 0"),

@@ -217,19 +217,8 @@ def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: 
         group.close()
 
 
-ODD = [
-    "",
-    "[]",
-    "{",
-    "1",
-    "null",
-    '"abc"',
-    '["a", 1, {"b": 2}]',
-    '["a", 1, {"b": []}]',
-    "\udcff",
-    "[" * 100_000,
-    "9" * 5000,
-]
+ODD = ["", "[]", "{", "1", "null", '"abc"', '["a", 1, {"b": 2}]', '["a", 1, {"b": []}]', "\udcff"]
+ODD += ["[" * 100_000, "9" * 5000]
 
 
 def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:

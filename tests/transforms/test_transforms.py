@@ -181,8 +181,7 @@ def assert_tangents(group: Group, body: Body, operands: Sequence[np.ndarray], rn
         return moved, linear(*tangents), (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
 
     tangents = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in operands)
-    program = helpers.per_rank(products, group.mesh)
-    moved, linear, steps, there, back = helpers.fetch(program(tuple(operands), tangents, known))
+    moved, linear, steps, there, back = helpers.run(group, products, tuple(operands), tangents, known)
     assert np.abs(moved).max() > 0.1
     np.testing.assert_array_equal(moved, linear)
     np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
