@@ -1,5 +1,5 @@
-"""Makes the checkpoints of tests/test_models.py: a small random model of each family in its published layout, and what
-transformers computes with it in float32.
+"""Makes the checkpoints of tests/house/test_models.py: a small random model of each family in its published layout, and
+what transformers computes with it in float32.
 
     python -m pip install torch transformers accelerate safetensors
     python tests/models/make_fixtures.py

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jax_ep import Group
 from jax_ep.__main__ import load as load_module
 
-FIXTURE = Path(__file__).parent / "models" / "qwen3_moe"
+FIXTURE = Path(__file__).parents[1] / "models" / "qwen3_moe"
 layers, losses, training, qwen3_moe = (
     load_module("examples", f"models.{name}") for name in ("layers", "losses", "training", "qwen3_moe")
 )

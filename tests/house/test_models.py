@@ -20,7 +20,7 @@ import jax_ep
 from jax_ep import Group
 from jax_ep.__main__ import load as load_module
 
-FIXTURES = Path(__file__).parent / "models"
+FIXTURES = Path(__file__).parents[1] / "models"
 model, layers = (load_module("examples", f"models.{name}") for name in ("model", "layers"))
 FAMILIES = {name: load_module("examples", f"models.{name}").Config for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
 SIZES = (1, 8)
