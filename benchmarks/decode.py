@@ -113,7 +113,7 @@ def cases(run: Run) -> list[Case]:
         return [Case("small", dataclasses.replace(SMALL, num_hidden_layers=2), (16,), (1, 8), 16, 4)]
     whole = dataclasses.replace(QWEN3_30B, num_hidden_layers=run.options.layers)
     name = f"Qwen3-30B, {run.options.layers} layers"
-    return [Case(name, whole, (4096, 32_768), (1, 8, 32, 128), 4096, 32)]
+    return [Case(name, whole, (4096, 32_768), (1, 8, 32), 4096, 32)]
 
 
 def notes(run: Run) -> Iterator[str]:

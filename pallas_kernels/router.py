@@ -62,14 +62,14 @@ class _Layout(NamedTuple):
 
 
 def router_tiling(tokens: int, columns: int) -> RouterTiling:
-    """Up to 16 scores a thread. A token is in one warp, unless it has more than 1,024 columns.
+    """A warp for each program of 256 scores, or for each 1,024 scores of a token.
 
     Tokens are spread over 512 programs or more, which is four for every SM of a large GPU.
     """
-    rows = min(32, max(1, 2048 // columns))
+    rows = min(32, max(1, 256 // columns))
     while rows > 1 and pl.cdiv(tokens, rows) < 512:
         rows //= 2
-    return RouterTiling(rows, max(min(4, rows), min(8, columns // 1024)))
+    return RouterTiling(rows, max(1, min(8, columns // 1024)))
 
 
 def can_route(experts: int, groups: int = 1, top_k: int = 1) -> bool:

@@ -67,7 +67,7 @@ def test_further_arguments_and_auxiliary_results(rng: np.random.Generator) -> No
     np.testing.assert_allclose((value, same), (expected, expected), rtol=1e-6)
     for found in (one, several):
         for actual, wanted in zip((found[0].todense(), *found[1:]), gradients, strict=False):
-            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=3e-6)  # the loss is scaled by 3
 
 
 def test_several_tables_and_several_lookups_in_one(rng: np.random.Generator) -> None:

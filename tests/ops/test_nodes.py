@@ -242,7 +242,7 @@ def test_with_64_bits(node_capacity: int | None, implementation: Implementation,
 
 def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between processes: once, whatever is taken of its results, and in whatever transformation. A dispatch whose
-    results `jax.checkpoint` keeps may begin again on a GPU."""
+    results `jax.checkpoint` keeps may begin again on a GPU, and since jax 0.11."""
     monkeypatch.setattr(NodesBackend, "marked", property(lambda nodes: nodes._inside.ranks))
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [x.reshape(2, 2, *x.shape[1:]) for x in case]
@@ -276,7 +276,7 @@ def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) 
             helpers.run(group, body, *operands)
             begun, ended, last = progress.marks
             assert ended == begun
-            again = body is remat and jax.default_backend() == "gpu"
+            again = body is remat and (jax.default_backend() == "gpu" or jax.__version_info__ >= (0, 11))
             assert begun - before.begun in (calls, calls + again)
         assert last.startswith("combine capacity=")
 
