@@ -208,7 +208,9 @@ def cases(run: Run) -> list[Case]:
         return [Case(2, 1, 32, 2, small=True)]
     layers = run.options.layers or (6 if run.group.size == 1 else 12)
     found = [Case(layers, 4, 4096, run.options.micro_batches)]
-    return found if run.options.quick else [*found, dataclasses.replace(found[0], layers=layers // 2, quick=False)]
+    return (
+        found if run.options.quick else [*found, dataclasses.replace(found[0], layers=max(1, layers // 2), quick=False)]
+    )
 
 
 def notes(run: Run) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The loss of a language model's head, without an array of all logits.
 
-The loss is a mean, so its gradients are known up to one factor when the logits are: the forward pass computes them
-at once, chunk by chunk, and the backward pass only scales them. A chunk's logits are multiplied three times instead
-of four with rematerialization (Liger Kernel: Hsu et al., 2024).
+The loss is a mean, so its gradients are those of the forward pass times one scalar. The forward pass computes them
+chunk by chunk, and the backward pass only scales them. Each chunk takes three matrix products, where rematerialization
+would take four (Liger Kernel: Hsu et al., 2024).
 """
 
 from functools import partial
@@ -12,39 +12,44 @@ import jax.numpy as jnp
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def next_token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 4096) -> jax.Array:
-    """The mean cross entropy of the tokens that follow, float32 [].
+def next_token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 1024) -> jax.Array:
+    """The mean cross entropy of the tokens that follow, float32 [], in nats. Logits are rounded to the dtype of `x`.
 
     Args:
-      x: [N, H], what the head multiplies.
+      x: [B, S, H] bfloat16 or float32, the hidden states.
       head: [H, V] in the dtype of `x`.
-      targets: [N] integers in [0, V); a negative one does not count.
-      chunk: the tokens whose logits exist at one time.
+      targets: [B, S] integers in [0, V). Negative targets are ignored.
+      chunk: the positions of each sequence whose logits exist at one time.
+
+    Raises:
+      TypeError: `x` is float16, in which these gradients underflow before a loss could be scaled.
     """
     return _forward(x, head, targets, chunk)[0]
 
 
 def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    if x.dtype == jnp.float16:
+        raise TypeError("next_token_loss: x must be bfloat16 or float32, got float16")
     share = 1 / jnp.maximum(jnp.sum(targets >= 0), 1)
 
     def of_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = x @ head
-        top = jnp.max(logits, axis=1, keepdims=True).astype(jnp.float32)
-        log_sum = top + jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top), axis=1, keepdims=True))
-        found = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=1)
-        weight = jnp.where(targets >= 0, share, 0)[:, None]
-        hit = jnp.arange(head.shape[1])[None] == targets[:, None]
+        top = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
+        log_sum = top + jnp.log(jnp.sum(jnp.exp(logits.astype(jnp.float32) - top), axis=-1, keepdims=True))
+        found = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[..., None], axis=-1)
+        weight = jnp.where(targets >= 0, share, 0)[..., None]
+        hit = jnp.arange(head.shape[1]) == targets[..., None]
         slope = ((jnp.exp(logits.astype(jnp.float32) - log_sum) - hit) * weight).astype(x.dtype)
-        d_head = jnp.einsum("nh,nv->hv", x, slope, preferred_element_type=jnp.float32)
+        d_head = jnp.einsum("bsh,bsv->hv", x, slope, preferred_element_type=jnp.float32)
         return jnp.sum((log_sum - found.astype(jnp.float32)) * weight), slope @ head.T, d_head
 
     loss, d_x, d_head = jnp.zeros(()), [], jnp.zeros(head.shape, jnp.float32)
-    for start in range(0, x.shape[0], chunk):
+    for start in range(0, x.shape[1], chunk):  # of every sequence, so that no device needs tokens of another
         part = slice(start, start + chunk)
-        summed, d_part, d_head_part = of_chunk(x[part], targets[part])
+        summed, d_part, d_head_part = of_chunk(x[:, part], targets[:, part])
         loss, d_head = loss + summed, d_head + d_head_part
         d_x.append(d_part)
-    return loss, (jnp.concatenate(d_x), d_head.astype(head.dtype))
+    return loss, (jnp.concatenate(d_x, axis=1), d_head.astype(head.dtype))
 
 
 def _backward(chunk: int, gradients: tuple[jax.Array, ...], d_loss: jax.Array) -> tuple[jax.Array, jax.Array, None]:

@@ -1,7 +1,7 @@
 """One step of training: float32 master weights, working copies of them in 16 bits, micro-batches, and an optimizer.
 
-The working copies are made once a step, outside of the scan over layers: XLA hands slices of a stacked array to the
-products of experts in place, but a slice that is converted first is an array of its own.
+The working copies are made once a step, outside the scan over layers. XLA passes a slice of a stacked array to the
+experts' products without a copy, but it copies a slice that must be converted first.
 """
 
 import math
@@ -86,7 +86,7 @@ def loss_of(
     """
     hidden, _, aux = config.hidden(working, batch[:, :-1], run)
     head = run.constrain(working["head"], P())
-    loss: Any = next_token_loss(hidden.reshape(-1, hidden.shape[-1]), head, batch[:, 1:].reshape(-1))
+    loss: Any = next_token_loss(hidden, head, batch[:, 1:])
     total = loss
     if balance:
         total += balance * aux.balance_loss.mean()
@@ -131,7 +131,7 @@ def make_train_step(
                 with jax.named_scope("accumulation"):
                     return jax.tree.map(lambda all_, x: all_ + x.astype(all_.dtype), total, more), None
 
-            # The last is outside of the scan: XLA adds it up in the pass of the optimizer over the gradients.
+            # The last micro-batch is outside the scan, so XLA adds it in the optimizer's pass over the gradients.
             total = jax.tree.map(lambda x: x.astype(jnp.float32), (gradients, metrics))
             total, _ = jax.lax.scan(add, total, batches[1:-1])
             gradients, metrics = add(total, batches[-1])[0]
