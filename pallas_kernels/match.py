@@ -20,8 +20,8 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
     """How many of the sorted ids are below each id: for an id that is there, its first place.
 
     Args:
-      union: [U] integers, not decreasing.
-      ids: [N] integers.
+      union: [U] signed integers, not decreasing.
+      ids: [N] signed integers.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
@@ -31,7 +31,7 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
       ValueError, TypeError: an argument is wrong.
     """
     for name, x, layout in (("union", union, "[U]"), ("ids", ids, "[N]")):
-        check_array("places_in_sorted", name, x, layout, (np.integer,))
+        check_array("places_in_sorted", name, x, layout, (np.signedinteger,))
         if x.shape[0] >= 2**31 - BLOCK:
             raise ValueError(
                 f"places_in_sorted: {name} must have fewer than 2**31 - {BLOCK} elements, got {x.shape[0]}"

@@ -129,7 +129,10 @@ def route(
     ):
         if x is not None:
             check_array("route", name, x, which, (kind,), shape)
-            given[name] = x if name != "ids" else jnp.clip(x, _LEAST, _NONE).astype(np.int32)
+            wide = name == "ids" and x.dtype.itemsize > 4
+            given[name] = jnp.clip(x, _LEAST, _NONE) if wide else x
+    if ids is not None:
+        given["ids"] = given["ids"].astype(np.int32)
     body = partial(_route, layout=layout, top_k=top_k, score=score, groups=groups, renormalize=renormalize)
     results = {"chosen": (top_k, np.int32), "weights": (top_k, np.float32)}
     call = partial(_call, body, list(given), results, layout, tiling, interpret)

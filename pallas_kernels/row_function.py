@@ -128,10 +128,12 @@ class _Trace:
 
     def operand(self, x: Any) -> Any:
         """`x` as a kernel reads it."""
-        if isinstance(x, _Row | np.ndarray):
+        if isinstance(x, _Row):
             return x
-        if jnp.ndim(x):
-            raise NotImplementedError(f"an array {jnp.shape(x)} that is the same for all rows")
+        if np.ndim(x):
+            raise NotImplementedError(f"an array {np.shape(x)} that is the same for all rows")
+        if isinstance(x, np.ndarray):
+            return x
         for number, scalar in enumerate(self.scalars):
             if scalar is x:
                 return _Scalar(number)
@@ -148,8 +150,9 @@ class _Trace:
             return self.run(inner.jaxpr, inner.consts, operands)
         if name in _IDENTITY:
             return operands
+        rule = _rule(eqn, self.height)
         (out,) = eqn.outvars
-        size, rule = _size_of(out.aval, self.height), _rule(eqn, self.height)
+        size = _size_of(out.aval, self.height)
         self.equations.append(_Equation(_sized(size, rule), tuple(map(self.operand, operands))))
         self._rows += 1
         return [_Row(self._rows - 1)]

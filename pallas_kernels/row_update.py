@@ -15,12 +15,13 @@ from jax.experimental.pallas import triton
 
 from jax_ep.pallas_kernels.row_function import RowFunction
 from jax_ep.pallas_kernels.sums import Cut, SumTiling, fold_segments, sum_tiling
+from jax_ep.pallas_kernels.tiles import power_of_two
 from jax_ep.pallas_kernels.varying import vary_alike
 
 
 def update_tiling(columns: int) -> SumTiling:
-    """As `sum_tiling`, but a program has whole rows."""
-    wide = 1 << max(columns - 1, 0).bit_length()
+    """Like `sum_tiling`, but the first and the last kernel hold whole rows, because one program updates a row."""
+    wide = power_of_two(columns)
     first = Cut(max(1, 1024 // wide), wide, 2, min(32, max(4, wide // 256)))
     long = Cut(8, wide, max(1, min(64, 4096 // wide)), min(32, max(1, wide // 256)))
     return SumTiling(first, sum_tiling(columns, np.float32).further, long)
@@ -35,7 +36,6 @@ def update_rows(
     *,
     order: jax.Array | None = None,
     weights: jax.Array | None = None,
-    tiling: SumTiling | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """`arrays` with new rows ids[s] for every segment s; other rows keep their bits.
@@ -48,7 +48,6 @@ def update_rows(
       arrays: [V, D], [V, 1] or [V].
       ids: [S] int32 or int64, all different; those outside [0, V) update nothing.
       values, starts, order, weights: the terms of the sums, as for `sum_segments`.
-      tiling: default: `update_tiling`.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Raises:
@@ -101,4 +100,4 @@ def update_rows(
 
         return finish
 
-    return list(fold_segments(given, entries, arrays, epilogue, tiling or update_tiling(width), interpret))
+    return list(fold_segments(given, entries, arrays, epilogue, update_tiling(width), interpret))

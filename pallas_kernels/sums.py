@@ -112,9 +112,9 @@ def sum_segments(
     ):
         if x is not None:
             check_array("sum_segments", name, x, layout, (kind,), (size,))
-    if max(values.shape[0], entries) >= MOST_ENTRIES or segments >= 2**30:
+    if max(values.shape[0], entries) >= MOST_ENTRIES or segments >= 2**30 - 1:
         raise ValueError(
-            "sum_segments: values must have fewer than 2**31 - 64 rows and entries, and starts fewer than 2**30 "
+            "sum_segments: values must have fewer than 2**31 - 64 rows and entries, and starts fewer than 2**30 - 1 "
             f"segments, got {values.shape[0]}, {entries} and {segments}"
         )
     dtype = np.dtype(values.dtype if dtype is None else dtype)
@@ -265,7 +265,9 @@ def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epil
     if "scale" in refs:
         scale = triton.load(refs["scale"].at[group]).astype(jnp.float32)
         if refs["values"].dtype.itemsize == 2:
-            (begin, _), (_, stop) = (_bounds(refs["starts"], jnp.maximum(at, 0), entries) for at in (first, end - 1))
+            last = refs["starts"].shape[0] - 2
+            ends = (jnp.clip(at, 0, last) for at in (first, end - 1))
+            (begin, _), (_, stop) = (_bounds(refs["starts"], at, entries) for at in ends)
             crowded = stop - begin > count
             scale, late = jnp.where(crowded, late, scale), jnp.where(crowded, scale, late)
 
@@ -279,7 +281,7 @@ def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epil
             at = refs["longs"].at[jnp.where(long, jax.lax.div(begin, jnp.int32(PART)), 0)[:, None], column[None, :]]
             mask = long[:, None] & (column < width)[None, :]
             part = jnp.where(long[:, None], triton.load(at, mask=mask, other=0.0), part)
-        return total + scale[:, None] * part
+        return total + jnp.where(valid[:, None], scale[:, None] * part, 0)
 
     zeros = jnp.zeros((cut.rows, cut.columns), jnp.float32)
     total = jax.lax.fori_loop(np.int32(0), jnp.max(count), add, zeros)

@@ -139,6 +139,7 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {  # of a learning rate
     "multi_transform of lamb": lambda rate: optax.multi_transform({"a": optax.lamb(rate)}, "a"),
     "clip_by_block_rms": lambda rate: optax.chain(optax.clip_by_block_rms(100.0), optax.sgd(rate)),
     "scale_by_trust_ratio": lambda rate: optax.chain(optax.scale_by_trust_ratio(), optax.sgd(rate)),
+    "apply_if_finite": lambda rate: optax.apply_if_finite(optax.adam(rate), 3),
     "clip_by_global_norm": lambda rate: optax.chain(optax.clip_by_global_norm(100.0), optax.adam(rate)),
     "MultiSteps": lambda rate: optax.MultiSteps(optax.sgd(rate), 2),
     "many MultiSteps": lambda rate: optax.MultiSteps(optax.adam(rate), 100),

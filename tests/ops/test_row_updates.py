@@ -193,11 +193,16 @@ def test_what_pallas_does_not_compile_runs_by_xla(
     np.testing.assert_array_equal(found, wanted)
 
 
+def twice(row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return row, 2 * row
+
+
 @pytest.mark.parametrize(
     ("what", "width", "function"),
     [
         ("cumsum", D, lambda rows, scalars: ([jnp.cumsum(rows[0], axis=1)], [])),
         ("reduce_max", D, lambda rows, scalars: ([rows[0] - rows[0].max(axis=1, keepdims=True)], [])),
+        ("cond", D, lambda rows, scalars: (list(jax.lax.cond(True, twice, twice, rows[0]))[:1], [])),
         ("rows that are constant", D, lambda rows, scalars: ([jnp.float32(0)], [])),
         (r"an array \(1, 6\) that is the same for all rows", D, lambda rows, scalars: ([rows[0] * np.arange(6.0)], [])),
         ("a scalar that depends on rows", D, lambda rows, scalars: ([rows[0]], [rows[0].sum(axis=1)])),

@@ -117,7 +117,9 @@ def _cotangent_of_bag(made_by: dict[Any, Any], var: Any) -> list[Any] | None:
         eqn = made_by.get(eqn.invars[0])
     if eqn is None or getattr(eqn.params.get("forward"), "__wrapped__", None) is not _to_entries:
         return None
-    return eqn.invars if var.aval.dtype == np.float32 else None
+    weight, cotangent = (x.aval for x in eqn.invars)
+    is_alike = var.aval.shape == (weight.size, cotangent.shape[-1]) and var.aval.dtype == np.float32
+    return eqn.invars if is_alike else None
 
 
 def _shared(weight: jax.Array, cotangent: jax.Array) -> Shared:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -87,8 +86,9 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     Args:
       optimizer: what treats every row by itself: sgd with or without momentum, adam, adamw, adagrad, lion, rmsprop,
         with schedules, `inject_hyperparams`, `multi_transform`, and chains of them. `init` tries it on a small table.
-        It refuses what looks at a whole table, as adafactor, lamb, muon and `clip_by_global_norm` do, and what keeps
-        gradients back for a later step, as `MultiSteps` and `apply_every` do: add gradients up with `add` instead.
+        It refuses what looks at a whole table, as adafactor, lamb, muon, `apply_if_finite` and `clip_by_global_norm`
+        do, and what keeps gradients back for a later step, as `MultiSteps` and `apply_every` do: add gradients up with
+        `add` instead.
 
     Raises:
       TypeError: `optimizer` is no pair of init and update; or, by `init`, it does not treat every row by itself, or its
@@ -97,7 +97,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         got = checks.describe(optimizer)
         raise TypeError(f"by_rows: optimizer must have init and update, as optax has them, got {got}")
-    check_once = cache(lambda: _check_by_trial(optimizer))
+    was_tried = False
 
     def init(table: Tree) -> Tree:
         def of_one(one: jax.Array) -> Any:
@@ -105,8 +105,9 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             _state_types(optimizer, *one.shape)
             return optimizer.init(one.astype(jnp.float32))
 
+        nonlocal was_tried
         state = jax.tree.map(of_one, table)
-        check_once()
+        was_tried = was_tried or _check_by_trial(optimizer)
         return state
 
     def checked(op: str, rows: SparseRows, state: Any, table: Any) -> _Layout:
@@ -260,8 +261,10 @@ def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, li
     return here[1], types
 
 
-def _check_by_trial(optimizer: Transform) -> None:
+def _check_by_trial(optimizer: Transform) -> bool:
     """Raises TypeError if a trial on a table of four rows shows that `optimizer` does not treat every row by itself.
+
+    Returns whether it could be tried.
 
     It mixes rows if the first row, or a scalar of the state, changes where only other rows are changed. It keeps
     gradients back if counters in its state decide whether an array of the state forgets what it held.
@@ -290,7 +293,7 @@ def _check_by_trial(optimizer: Transform) -> None:
     except (AttributeError, TypeError, ValueError) as error:
         raise TypeError(f"by_rows: optimizer must update a table [V, D] by its gradient; {error}") from error
     if any(jax.typeof(x).manual_axis_type.varying for x in values):
-        return
+        return False
     with jax.ensure_compile_time_eval():
         table, gradient = draw(), draw()
         state: list[jax.Array] = _concrete(first_state, table)(table)
@@ -300,16 +303,19 @@ def _check_by_trial(optimizer: Transform) -> None:
             gradient = size * draw()
             updates, *after = run(gradient, table, *state)
             if isinstance(updates, Tracer):
-                return
-            others = (jnp.where(is_first, x, size * draw()) for x in (gradient, table))
-            for x, y, by_row in zip([updates, *after], run(*others, *state), [True, *has_rows], strict=True):
-                if not np.array_equal(*((x[0], y[0]) if by_row else (x, y)), equal_nan=True):
-                    raise TypeError(f"{_BY_ITSELF} whose update of a row depends on other rows, as optax.lamb's does")
+                return False
+            for other in (size, np.nan):
+                others = (jnp.where(is_first, x, other * draw()) for x in (gradient, table))
+                for x, y, by_row in zip([updates, *after], run(*others, *state), [True, *has_rows], strict=True):
+                    if not np.array_equal(*((x[0], y[0]) if by_row else (x, y)), equal_nan=True):
+                        raise TypeError(
+                            f"{_BY_ITSELF} whose update of a row depends on other rows, as optax.lamb's does"
+                        )
             table, state = (table + updates).astype(jnp.float32), after
 
         is_counter = [x.ndim == 0 and jnp.issubdtype(x.dtype, np.integer) for x in state]
         if not any(is_counter):
-            return
+            return True
         at = [_TRIAL_COUNTS.astype(x.dtype) if counts else x for x, counts in zip(state, is_counter, strict=True)]
         every = jax.jit(jax.vmap(run, in_axes=(None, None, *(0 if counts else None for counts in is_counter))))
         expected = every(gradient, table, *at)
@@ -319,6 +325,7 @@ def _check_by_trial(optimizer: Transform) -> None:
             remembers = np.asarray(held).reshape(len(_TRIAL_COUNTS), -1).any(axis=1)
             if remembers.any() and not remembers.all():
                 raise TypeError(f"{_BY_ITSELF} that keeps gradients back for later steps, as optax.MultiSteps does")
+    return True
 
 
 def _concrete(function: Callable[..., T], *operands: jax.Array) -> Callable[..., T]:
