@@ -1,4 +1,4 @@
-"""A training step of a whole model, beside the same model with a mixture of experts in plain JAX: tokens per second.
+"""Compares a training step of a model that uses jax_ep with one of the same model in plain JAX.
 
     python -m jax_ep bench model
 
@@ -61,7 +61,7 @@ SMALL = dataclasses.replace(
     num_experts=8,
     num_experts_per_tok=2,
 )
-GROUPS = {  # of kernels, by their names and by the names that XLA's metadata has; the first that fits
+GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, of which the first match wins
     "optimizer": "optimizer",
     "passes over parameters": "working copies|accumulation|memcpy|memset|loop_broadcast|dynamic_update_slice",
     "experts' products": "jax_ep::gemm",
@@ -74,7 +74,7 @@ GROUPS = {  # of kernels, by their names and by the names that XLA's metadata ha
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """So many layers; the sequences are of a device and micro-batch."""
+    """A model with `layers` layers. `sequences` is per device and micro-batch."""
 
     layers: int
     sequences: int
@@ -96,7 +96,7 @@ class Case:
 
 
 def await_calls(call: Callable[[], Any], calls: int) -> None:
-    """Keeps the results of one call at a time: gradients are large."""
+    """Holds the results of one call at a time, because gradients are large."""
     out = None
     for _ in range(calls):
         out = call()
@@ -104,7 +104,7 @@ def await_calls(call: Callable[[], Any], calls: int) -> None:
 
 
 def in_turns(programs: Mapping[str, Callable[[], Any]], turns: int, calls: int) -> dict[str, float]:
-    """Milliseconds of a call of each, medians of the turns; the first turn heats."""
+    """Returns the median milliseconds per call. The first turn is a warm-up."""
     found: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(turns + 1):
         for name, call in programs.items():

@@ -17,7 +17,7 @@ BLOCK = 128  # ids of a program, one a thread: steps wait for memory
 
 
 def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """How many of the sorted ids are below each id: for an id that is there, its first place.
+    """Returns the number of sorted ids below each id. If the id is there, this is its first place.
 
     Args:
       union: [U] signed integers, not decreasing.

@@ -22,7 +22,7 @@ from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 MOST_EXPERTS = 8192  # that the registers of a program hold, each group padded to a power of two
-MOST_TOP_K = 64  # every further expert takes as long as the one before; a sort does not
+MOST_TOP_K = 64  # each further expert takes as long as the one before, so a sort is faster above this
 _DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 _LEAST = -(2**31)  # below the key of every score
 _NONE = 2**31 - 1  # above every index
@@ -38,7 +38,7 @@ class RouterTiling(NamedTuple):
 class Groups(NamedTuple):
     """Experts are chosen from the `kept` best of all `total` groups of neighbours.
 
-    A group is as good as the sum of its `best` best experts, or of all if it has fewer.
+    A group's score is the sum of its `best` highest scores, or of all its scores if it has fewer experts.
     """
 
     total: int = 1
@@ -62,7 +62,7 @@ class _Layout(NamedTuple):
 
 
 def router_tiling(tokens: int, columns: int) -> RouterTiling:
-    """A warp for each program of 256 scores, or for each 1,024 scores of a token.
+    """A program holds 256 scores, or all of one token. It has one warp, or more for a token of 2,048 scores or more.
 
     Tokens are spread over 512 programs or more, which is four for every SM of a large GPU.
     """
@@ -185,7 +185,7 @@ def _call(
     scores: jax.Array,
     *others: jax.Array,
 ) -> list[jax.Array]:
-    """Runs `body` of named operands and results, all by token, but for the bias."""
+    """Runs `body` of named operands and results. All but the bias have a row per token."""
     tokens = scores.shape[0]
     if not tokens:
         return [jnp.zeros_like(scores, dtype, shape=(0, width)) for width, dtype in results.values()]

@@ -1,8 +1,8 @@
 """Updates of a table's rows by sums of gradients, in place, for GPUs that Triton compiles for.
 
-As the fused backward pass of FBGEMM (Khudia et al., 2021): the program that has added up the gradients of a row reads
-the row and its states, computes the new ones, and writes them. The order of additions is that of `sums`, and a row of
-many entries is added up by many programs, as there.
+One program adds up the gradients of a row, reads the row and its states, and writes the new ones, as in the fused
+backward pass of FBGEMM (Khudia et al., 2021). The order of additions is that of `sums`, and many programs add up a row
+of many entries, as there.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ def update_rows(
     weights: jax.Array | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """`arrays` with new rows ids[s] for every segment s; other rows keep their bits.
+    """Returns `arrays`, in which row ids[s] is new for each segment s. Other rows keep their bits.
 
     Each array is written in place if it is donated, and copied once otherwise.
 

@@ -1,13 +1,13 @@
 """Sums of rows by segment, added in one order, for GPUs that Triton compiles for.
 
-A segment's entries are cut into parts of 32, counted from its first entry. The entries of a part are added in order,
-then the sums of the parts, by plain float32 additions. How programs share the work does not change this order.
+Each segment is cut into parts of 32 entries, starting at its first entry. The entries of a part are added in order, and
+then the parts are added in order, by plain float32 additions. How programs share the work does not change this order.
 
 The first kernel adds up the first part of every segment, which is all of a segment of at most 32 entries. The second
 adds up further parts, and the third adds up the parts of each long segment. A row is read once. No memory is cleared.
 
-Segments may be added up again, in groups. Then the first kernel adds up the first parts of long segments alone. The
-fourth adds up the segments of each group, the short ones itself.
+With `groups`, segments are added up in groups. Then one kernel adds up the first parts of long segments only, and a
+fourth kernel adds up the groups and their short segments.
 """
 
 from collections.abc import Callable, Sequence
@@ -161,8 +161,8 @@ def _write_by_window(
     return lambda total: store_rows(outs[0], mask, window, column, total)
 
 
-# Of the refs of all operands and of the results; of the segments [R] that a program has, which of them count [R], and
-# the columns [C]. It returns what is called with the sums [R, C], so that its own loads do not wait for them.
+# An epilogue takes the operands' refs, the results' refs, the program's segments [R], their mask [R] and the columns
+# [C]. It returns a function of the sums [R, C], so its loads can start before the sums are ready.
 Epilogue = Callable[[dict[str, Any], Any, jax.Array, jax.Array, jax.Array], Callable[[jax.Array], None]]
 
 

@@ -20,13 +20,13 @@ from .model import Model, cast, init
 
 
 class TrainState(NamedTuple):
-    step: jax.Array  # [] int32, how many there were
+    step: jax.Array  # [] int32, the number of steps taken
     params: Any  # float32
     optimizer: Any
 
 
 class Metrics(NamedTuple):
-    """Of one step."""
+    """The metrics of one step."""
 
     loss: jax.Array  # [] float32, nats per token
     load: jax.Array  # [L, E] float32, the share of each layer's assignments
@@ -41,8 +41,9 @@ def peak_flops(device: Any) -> float | None:
 
 
 def flops_per_token(config: Any, length: int) -> float:
-    """Floating point operations of a training step, without rematerialization: three products for each matrix that a
-    token meets, the head's among them, and causal attention in sequences of `length` tokens, windows or not."""
+    """The floating point operations per token of a training step without rematerialization. Each matrix that a token
+    meets, including the head, counts three products. Attention counts as causal over `length` tokens, also in layers
+    with a window."""
     matrices: list[Parameter] = [one for one in jax.tree.leaves(config.layout()) if len(one.shape) > 1]
     met = sum(
         math.prod(one.shape) * (config.num_experts_per_tok / one.shape[1] if one.experts else 1)
@@ -51,7 +52,7 @@ def flops_per_token(config: Any, length: int) -> float:
     )
     if hasattr(config, "head_dim"):
         head = config.head_dim
-    else:  # the mean of a key and a value
+    else:  # keys and values differ in width
         head = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
     return 6 * (met + config.num_hidden_layers * length * config.num_attention_heads * head)
 
@@ -77,7 +78,7 @@ def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransfor
 def loss_of(
     working: Any, batch: jax.Array, config: Model, run: Run, *, balance: float, z: float
 ) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
-    """The loss that is differentiated; the cross entropy alone, and what the routers did.
+    """Returns the loss that is differentiated, and a pair of the cross entropy and the routers' statistics.
 
     Args:
       working: parameters in `run.dtype`.

@@ -1,8 +1,8 @@
 """The settings of a dispatch: one frozen record, which is checked and built here once, from the arguments of a user.
 
-The record goes into the FFI call, into the comparison of calls between processes, and into the routing. Each library
-compares its names with the spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op that was
-called, which may be moe_mlp.
+The FFI call takes the record, processes compare it to check that they make the same call, and the routing keeps it.
+Each library compares its names with the spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op
+that was called, which may be moe_mlp.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Options(TypedDict, total=False):
 @ffi.settings_of("dispatch", "dtype", "num_tokens", "top_k", "hidden")
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig:
-    """The settings of a dispatch that its operands do not give, and the number of ranks, `size`.
+    """The settings of a dispatch that its operands do not determine. `size` is the number of ranks.
 
     `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
     `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
@@ -86,10 +86,10 @@ class DispatchCall(NamedTuple):
     """A validated call of dispatch without its arrays."""
 
     group: Group
-    config: DispatchConfig  # as of one group of all ranks
+    config: DispatchConfig  # for one group of all ranks
     node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
-    chunks: int  # into which a rank cuts the tokens from another node
-    by_kernels: bool  # or by jax.lax, inside a node too
+    chunks: int  # how many chunks a rank makes of the tokens from another node
+    by_kernels: bool  # if not, jax.lax runs, also inside a node
 
     @property
     def intranode(self) -> Group:
@@ -183,8 +183,8 @@ def note_same_tokens(level: int, op: str, ranks: int, what: str) -> None:
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
-    """Whether an op runs kernels. Without tokens it does not: jaxlib does not compile a custom call in a
-    `jax.shard_map` if all operands are empty.
+    """Whether an op runs kernels. An op without tokens does not, because jaxlib does not compile a custom call in a
+    `jax.shard_map` whose operands are all empty.
     """
     return group._resolve(op, implementation, serves_nodes=True) == "kernels" and num_tokens > 0
 
@@ -241,7 +241,7 @@ def _node_capacity(group: Group, expert_ids: jax.Array, num_experts: int) -> int
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
-    """Rows a rank receives at most when no token names an expert twice, every expert's segment aligned."""
+    """The most rows that a rank receives if no token names an expert twice. Each segment is padded to `alignment`."""
     rows = size * num_tokens * min(top_k, local_experts)
     padded = rows + min(local_experts, rows) * (alignment - 1)
     return padded // alignment * alignment

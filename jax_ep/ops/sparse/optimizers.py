@@ -266,8 +266,8 @@ def _check_by_trial(optimizer: Transform) -> bool:
 
     Returns whether it could be tried.
 
-    It mixes rows if the first row, or a scalar of the state, changes where only other rows are changed. It keeps
-    gradients back if counters in its state decide whether an array of the state forgets what it held.
+    An optimizer mixes rows if changing other rows changes the first row or a scalar of the state. It keeps gradients
+    back if counters in its state decide whether an array of the state forgets what it held.
     `ensure_compile_time_eval` gives concrete values where `init` is traced, except where jax.shard_map runs without
     jax.jit, or a value that varies over its axes is traced: there nothing is tried.
     """
