@@ -20,8 +20,8 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
     """Returns the number of sorted ids below each id. If the id is there, this is its first place.
 
     Args:
-      union: [U] signed integers, not decreasing.
-      ids: [N] signed integers.
+      union: [U] integers, not decreasing.
+      ids: [N] integers. Unsigned ones of 32 or 64 bits only beside unsigned ones.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
@@ -31,7 +31,7 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
       ValueError, TypeError: an argument is wrong.
     """
     for name, x, layout in (("union", union, "[U]"), ("ids", ids, "[N]")):
-        check_array("places_in_sorted", name, x, layout, (np.signedinteger,))
+        check_array("places_in_sorted", name, x, layout, (np.integer,))
         if x.shape[0] >= 2**31 - BLOCK:
             raise ValueError(
                 f"places_in_sorted: {name} must have fewer than 2**31 - {BLOCK} elements, got {x.shape[0]}"
@@ -58,7 +58,9 @@ def _places(interpret: bool, union: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _search(union: Any, ids: Any, places: Any) -> None:
     (size,), (count,) = union.shape, ids.shape
-    dtype = np.int64 if 8 in (union.dtype.itemsize, ids.dtype.itemsize) else np.int32
+    wide = max(4, union.dtype.itemsize, ids.dtype.itemsize)
+    is_unsigned = all(jnp.issubdtype(x.dtype, np.unsignedinteger) for x in (union, ids))
+    dtype = np.dtype(f"{'u' if is_unsigned else 'i'}{wide}")
     at = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     inside = at < count
     own = triton.load(ids.at[jnp.where(inside, at, 0)], mask=inside, other=0).astype(dtype)

@@ -174,12 +174,16 @@ def test_runs_of_sorted_ids(dtype: Any, rng: np.random.Generator) -> None:
         assert (different.dtype, starts.dtype, runs) == (dtype, np.int32, inside.sum())
 
 
-@pytest.mark.parametrize(("dtype", "of"), [(np.int32, np.uint16), (np.int64, np.int32), (np.int32, np.int32)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "of"),
+    [(np.int32, np.uint16), (np.int64, np.int32), (np.int32, np.int32), (np.uint32, np.uint32)],
+    ids=str,
+)
 @pytest.mark.parametrize("size", [0, 1, 1000, 1024])
 def test_places_in_sorted(size: int, dtype: Any, of: Any, rng: np.random.Generator) -> None:
     """Of ids that are there and others, in a batch."""
     union = np.sort(rng.integers(0, 700, (2, size)), axis=1).astype(of)
-    ids = rng.integers(-3, 720, 300).astype(dtype)
+    ids = rng.integers(-3, 720, 300).astype(dtype)  # unsigned, three lie near 2^32
     with jax.enable_x64(dtype == np.int64):
         find = partial(places_in_sorted, interpret=INTERPRET)
         found = jax.jit(jax.vmap(find, in_axes=(0, None)))(jnp.asarray(union), jnp.asarray(ids))
