@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.tiles import power_of_two
 from jax_ep.pallas_kernels.varying import result_type, vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
@@ -54,8 +55,8 @@ def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -
 
 
 def _power_of_two(size: int) -> int:
-    """The least that is at least `size`, and at least 16, as the tensor cores ask."""
-    return max(16, 1 << max(size - 1, 0).bit_length())
+    """At least 16, as the tensor cores ask."""
+    return max(16, power_of_two(size))
 
 
 def grouped_matmul(

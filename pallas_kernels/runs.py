@@ -14,6 +14,7 @@ from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.tiles import power_of_two
 from jax_ep.pallas_kernels.varying import result_type
 
 BLOCK = 1024  # ids of a program
@@ -96,7 +97,7 @@ def _place_runs(ids: Any, runs_of: Any, below_of: Any, starts: Any, different: A
     """Runs go to the front in order. Every other id fills one of the places behind them."""
     block, blocks, total = pl.program_id(0), runs_of.shape[0], ids.shape[0]
     at, inside, here, _, first = _load(ids, limit)
-    chunk = min(_MOST_COUNTS, 1 << (blocks - 1).bit_length())
+    chunk = min(_MOST_COUNTS, power_of_two(blocks))
 
     def add(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         of = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
