@@ -133,6 +133,12 @@ def time_by_group(call: Callable[[], Any], text: str, calls: int = 2) -> dict[st
     return totals
 
 
+def parts_of(call: Callable[[], Any], text: str) -> str:
+    """The milliseconds of each group of kernels, longest first."""
+    parts = sorted(time_by_group(call, text).items(), key=lambda part: -part[1])
+    return ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts)
+
+
 def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], batch: jax.Array) -> dict[str, float]:
     """Milliseconds by the mixture of experts. Notes the losses, and on a GPU what the time was spent on."""
     config = case.config
@@ -149,8 +155,7 @@ def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], b
     run.note(f"{case}: losses " + ", ".join(f"{name} {call()[0]:.4f}" for name, call in calls.items()))
     times = in_turns(calls, run.options.repeats, 1 if run.on_cpu else 4)
     for name, call in calls.items() if not run.on_cpu else ():
-        parts = sorted(time_by_group(call, programs[name].as_text() or "").items(), key=lambda part: -part[1])
-        run.note(f"{case}, {name}, gradient: " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts))
+        run.note(f"{case}, {name}, gradient: {parts_of(call, programs[name].as_text() or '')}")
     return times
 
 

@@ -202,7 +202,7 @@ def attention(
       window: a token attends to so many tokens, its own among them.
       sinks: [N], logits that take part in each softmax and have no value.
 
-    A sink is one more key with a value of zeros. Two more dimensions hold its logit, so its gradient is one of q, in
+    A sink is one more key with a value of zeros. One more dimension holds its logit, so its gradient is one of q, in
     any implementation.
     """
     width, length = v.shape[-1], q.shape[1]
@@ -211,7 +211,8 @@ def attention(
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))
     if sinks is not None:
         column = jnp.broadcast_to((sinks / scale)[:, None], (*q.shape[:3], 1)).astype(q.dtype)
-        q = jnp.concatenate([q, column, jnp.zeros((*q.shape[:3], 7), q.dtype)], axis=-1)  # cuDNN has multiples of 8
+        ones, zeros = jnp.ones_like(column), jnp.zeros((*q.shape[:3], 6), q.dtype)  # cuDNN has multiples of 8
+        q = jnp.concatenate([q, column, ones, zeros], axis=-1)
         k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, 8),)) for x in (k, v))
 
     def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -221,13 +222,17 @@ def attention(
             fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and sinks is None
             implementation = "cudnn" if on_gpu and fits and mask is None else "xla"
         if sinks is not None:
-            first = jax.nn.one_hot(jnp.array([q.shape[-1] - 8]), q.shape[-1], dtype=q.dtype)
-            k = jnp.concatenate([jnp.broadcast_to(first, (k.shape[0], 1, *k.shape[2:])), k], axis=1)
-            v = jnp.pad(v, ((0, 0), (1, 0), (0, 0), (0, 0)))
-            if mask is None:  # one more query, too, keeps the diagonal where it is
-                q = jnp.pad(q, ((0, 0), (1, 0), (0, 0), (0, 0)))
+            dim = q.shape[-1] - 8
+            # cuDNN has even lengths, so a key that no token sees stands in front of the sink.
+            ahead = np.zeros((2, 1, q.shape[-1]), k.dtype)
+            ahead[0, :, dim + 1], ahead[1, :, dim] = -1e4 / scale, 1
+            ahead = jnp.broadcast_to(ahead, (k.shape[0], 2, *k.shape[2:]))
+            if mask is None:  # as many queries keep the diagonal where it is
+                q = jnp.pad(q, ((0, 0), (2, 0), (0, 0), (0, 0)))
             else:
-                mask = jnp.pad(mask, ((0, 0),) * 3 + ((1, 0),), constant_values=True)
+                mask = jnp.pad(mask, ((0, 0),) * 3 + ((2, 0),), constant_values=True)
+            k = jnp.concatenate([ahead, k], axis=1)
+            v = jnp.pad(v, ((0, 0), (2, 0), (0, 0), (0, 0)))
         options: dict[str, Any] = {"mask": mask} if mask is not None else {"is_causal": True}
         out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=implementation, **options)
         return out[:, -length:] if mask is None else out
