@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .model import QWEN3_30B, SMALL, layers, model, open_all, parts_of
 from .runner import Bench, Row, Run
@@ -88,21 +87,17 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         yield row(f"prefill, 1 x {length:,}", length, seconds, None)
     for batch in case.batches:
         _, step = model.decoder(config, how, case.context + case.steps)
-        spec = P(None, *how.rows(batch, 1))
-        lead = config.num_hidden_layers, batch, case.context + case.steps
 
-        def draw(shapes: Any = config.cache_shapes, lead: Any = lead) -> Any:
-            return [jax.random.normal(key, (*lead, *shape), how.dtype) for shape in shapes]
-
-        sharding = NamedSharding(group.mesh, spec)
-
-        def state(kept: Any, case: Case = case, batch: int = batch) -> tuple[jax.Array, Any]:
-            return jnp.zeros(batch, jnp.int32), layers.Cache(tuple(kept), jnp.int32(0), jnp.int32(case.context))
+        def filled(batch: int = batch) -> tuple[jax.Array, Any]:
+            """Tokens, and a cache of random numbers."""
+            cache = model.empty_cache(config, how, batch, case.context + case.steps)
+            kept = tuple(jax.random.normal(key, x.shape, x.dtype) for x in cache.kept)
+            return jnp.zeros(batch, jnp.int32), cache._replace(kept=kept, position=jnp.int32(case.context))
 
         # XLA tries tilings on buffers of its own, for which a GPU has no room beside a large cache.
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in jax.eval_shape(draw)]
-        step = step.lower(params, *state(shapes), key).compile()
-        tokens, cache = state(jax.jit(draw, out_shardings=sharding)())
+        fill = jax.jit(filled).lower()
+        step = step.lower(params, *fill.out_info, key).compile()
+        tokens, cache = fill.compile()()
         times: list[float] = []
 
         def once(step: Any = step) -> jax.Array:

@@ -74,8 +74,8 @@ class Config:
 
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
-        """Of what a layer keeps of each token: its latent, from which keys and values are made, and a rotated key."""
-        return [(self.kv_lora_rank,), (self.qk_rope_head_dim,)]
+        """Of what a layer keeps of each token: its latent, which makes keys and values, beside a rotated key."""
+        return [(self.kv_lora_rank + self.qk_rope_head_dim,)]
 
     def skips(self, name: str) -> bool:
         """Whether a tensor of the checkpoint belongs to multi-token prediction, whose layers come last."""
@@ -172,8 +172,8 @@ class Config:
         latent, k_rope = jnp.split(h @ layer["kv_a"], [rank], axis=-1)
         latent = layers.rms_norm(latent, layer["kv_norm"], LATENT_EPSILON)
         k_rope = layers.rotate(k_rope[:, :, None], angles, interleaved=self.rope_interleave)
-        (latent, k_rope), cache = layers.remember(cache, latent, k_rope[:, :, 0])
-        k_rope, scale = k_rope[:, :, None], (nope + self.qk_rope_head_dim) ** -0.5
+        (kept,), cache = layers.remember(cache, jnp.concatenate([latent, k_rope[:, :, 0]], axis=-1))
+        scale = (nope + self.qk_rope_head_dim) ** -0.5
         if self.rope.mscale_all_dim:
             scale *= self.rope.magnitude(self.rope.mscale_all_dim) ** 2
         if cache is None or h.shape[1] > 1:
@@ -184,8 +184,7 @@ class Config:
         else:
             of_k, of_v = jnp.split(layer["kv_b"].reshape(rank, heads[2], -1), [nope], axis=-1)
             q = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", q[..., :nope], of_k), rotated], axis=-1)
-            k = jnp.concatenate([latent[:, :, None], k_rope], axis=-1)
-            out = layers.attention(q, k, latent[:, :, None], run, cache, scale=scale)
+            out = layers.attention(q, kept[:, None], kept[:, None], run, cache, scale=scale)[..., :rank]
             out = jnp.einsum("bsnr,rnd->bsnd", out, of_v)
         return out.reshape(*h.shape[:2], -1) @ layer["o"], cache
 

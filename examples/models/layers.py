@@ -68,7 +68,8 @@ class Cache(NamedTuple):
     """What attention keeps of earlier tokens.
 
     Attributes:
-      kept: arrays [L, B, S, ...] for S tokens, such as keys and values.
+      kept: arrays [L, B, ..., S, D] for S tokens, such as keys and values of each head. One token's queries read
+        them in this order.
       layer: [] int32, the layer that is next.
       position: [] int32, the number of tokens so far.
     """
@@ -157,20 +158,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
 
 
 def remember(cache: Cache | None, *new: jax.Array) -> tuple[tuple[jax.Array, ...], Cache | None]:
-    """Writes `new` [B, T, ...] behind the tokens of this layer.
+    """Writes `new` [B, T, ..., D] behind the tokens of this layer.
 
     Returns what the T tokens attend to: `new` itself if it begins the sequence, which all but single tokens do; else
-    the layer's whole [B, S, ...].
+    the layer's whole [B, ..., S, D].
     """
     if cache is None:
         return new, None
-    kept = tuple(
-        jax.lax.dynamic_update_slice(
-            old, x[None].astype(old.dtype), (cache.layer, 0, cache.position, *[0] * (x.ndim - 2))
-        )
-        for old, x in zip(cache.kept, new, strict=True)
-    )
-    cache = cache._replace(kept=kept)
+    kept = []
+    for old, x in zip(cache.kept, new, strict=True):
+        at = (cache.layer, *[0] * (x.ndim - 2), cache.position, 0)
+        kept.append(jax.lax.dynamic_update_slice(old, jnp.moveaxis(x, 1, -2)[None].astype(old.dtype), at))
+    cache = cache._replace(kept=tuple(kept))
     return (new if new[0].shape[1] > 1 else tuple(x[cache.layer] for x in kept)), cache
 
 
@@ -198,7 +197,8 @@ def attention(
     """Causal attention, [B, T, N, D] -> [B, T, N, D of v].
 
     Args:
-      q, k, v: [B, T, N, D], and [B, S, G, D] with N a multiple of G. Either S = T, or T = 1 and k and v are the cache.
+      q, k, v: [B, T, N, D], and [B, T, G, D] with N a multiple of G. If T = 1 and there is a cache, k and v are the
+        layer's part of it, [B, G, S, D].
       window: a token attends to so many tokens, its own among them.
       sinks: [N], logits that take part in each softmax and have no value.
 
@@ -206,6 +206,8 @@ def attention(
     any implementation.
     """
     width, length = v.shape[-1], q.shape[1]
+    if cache is not None and length == 1:
+        return _of_one_token(q, k, v, cache.position, scale=scale, window=window, sinks=sinks)
     if length > 1:
         q, k, v = (run.constrain(x, run.heads(q.shape[0], k.shape[2])) for x in (q, k, v))
     v = jnp.pad(v, ((0, 0),) * 3 + ((0, k.shape[-1] - width),))
@@ -237,15 +239,38 @@ def attention(
         out = jax.nn.dot_product_attention(q, k, v, scale=scale, implementation=implementation, **options)
         return out[:, -length:] if mask is None else out
 
-    if cache is not None and length == 1:
-        key = jnp.arange(k.shape[1])
-        seen = (key <= cache.position) & (key > cache.position - (window or k.shape[1]))
-        out = dot_product(q, k, v, seen[None, None, None])
-    elif window is not None and window < length:
+    if window is not None and window < length:
         out = _in_windows(dot_product, q, k, v, window)
     else:
         out = dot_product(q, k, v, None)
     return out[..., :width]
+
+
+def _of_one_token(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    position: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """[B, 1, N, D] of the token at `position`, [B, G, S, D] -> [B, 1, N, D of v]."""
+    batch, groups, length, _ = k.shape
+    q = q.reshape(batch, groups, -1, q.shape[-1])
+    logits = jnp.einsum("bgmd,bgsd->bgms", q, k, preferred_element_type=jnp.float32) * scale
+    key = jnp.arange(length)
+    seen = (key <= position) & (key > position - (window or length))
+    logits = jnp.where(seen, logits, -jnp.inf)
+    top = logits.max(-1, keepdims=True)
+    sink = None if sinks is None else sinks.astype(jnp.float32).reshape(groups, -1, 1)
+    if sink is not None:
+        top = jnp.maximum(top, sink)
+    shares = jnp.exp(logits - top)
+    total = shares.sum(-1, keepdims=True) + (0 if sink is None else jnp.exp(sink - top))
+    out = jnp.einsum("bgms,bgsd->bgmd", shares.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (out / total).astype(q.dtype).reshape(batch, 1, -1, v.shape[-1])
 
 
 def _in_windows(dot_product: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, window: int) -> Any:

@@ -24,7 +24,7 @@ class Model(Protocol):
 
     @property
     def cache_shapes(self) -> Sequence[tuple[int, ...]]:
-        """What a layer keeps of each token: the shapes of its arrays."""
+        """What a layer keeps of each token: the shapes [..., D] of its arrays."""
         ...
 
     def to_json(self) -> dict[str, Any]: ...
@@ -78,6 +78,14 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
 
 
+def empty_cache(config: Model, run: Run, batch: int, length: int) -> Cache:
+    """For `batch` sequences of at most `length` tokens."""
+    lead, spec = (config.num_hidden_layers, batch), P(None, *run.rows(batch, 1))
+    shapes = [(*lead, *shape[:-1], length, shape[-1]) for shape in config.cache_shapes]
+    kept = tuple(run.constrain(jnp.zeros(shape, run.dtype), spec) for shape in shapes)
+    return Cache(kept, jnp.int32(0), jnp.int32(0))
+
+
 class Decoder(NamedTuple):
     """Compiled programs that continue sequences. Their parameters are in `run.dtype`.
 
@@ -102,10 +110,7 @@ def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> D
         return jax.random.categorical(key, logits / temperature).astype(jnp.int32), after
 
     def prefill(params: Any, ids: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache | None]:
-        lead = (config.num_hidden_layers, ids.shape[0], length)
-        spec = P(None, *run.rows(ids.shape[0], 1))
-        kept = [run.constrain(jnp.zeros((*lead, *shape), run.dtype), spec) for shape in config.cache_shapes]
-        return next_token(params, ids, Cache(tuple(kept), jnp.int32(0), jnp.int32(0)), key)
+        return next_token(params, ids, empty_cache(config, run, ids.shape[0], length), key)
 
     def step(params: Any, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
         return next_token(params, tokens[:, None], cache, key)
