@@ -12,6 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -85,19 +86,29 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         ids = jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
         seconds = seconds_of(lambda run=prefill, ids=ids: run(params, ids, key)[0], repeats)
         yield row(f"prefill, 1 x {length:,}", length, seconds, None)
-    for batch in case.batches:
-        _, step = model.decoder(config, how, case.context + case.steps)
 
-        def filled(batch: int = batch) -> tuple[jax.Array, Any]:
-            """Tokens, and a cache of random numbers."""
+    def compiled(batch: int) -> tuple[Any, Any]:
+        """What makes tokens and a cache of random numbers, and a step behind it.
+
+        Both are compiled before a large cache is allocated: XLA tries tilings on buffers of its own.
+        """
+
+        def filled() -> tuple[jax.Array, Any]:
             cache = model.empty_cache(config, how, batch, case.context + case.steps)
-            kept = tuple(jax.random.normal(key, x.shape, x.dtype) for x in cache.kept)
+            leaves, tree = jax.tree.flatten(cache.kept)
+            keys = jax.random.split(key, len(leaves))
+            drawn = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+            kept = jax.tree.unflatten(tree, drawn)
             return jnp.zeros(batch, jnp.int32), cache._replace(kept=kept, position=jnp.int32(case.context))
 
-        # XLA tries tilings on buffers of its own, for which a GPU has no room beside a large cache.
         fill = jax.jit(filled).lower()
-        step = step.lower(params, *fill.out_info, key).compile()
-        tokens, cache = fill.compile()()
+        step = model.decoder(config, how, case.context + case.steps).step
+        return fill.compile(), step.lower(params, *fill.out_info, key).compile()
+
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(compiled, case.batches))
+    for batch, (fill, step) in zip(case.batches, programs, strict=True):
+        tokens, cache = fill()
         times: list[float] = []
 
         def once(step: Any = step) -> jax.Array:

@@ -21,7 +21,7 @@ from jax_ep.float8 import Float8Weights
 
 from . import layers
 from .checkpoint import BLOCK, Parameter, config_json, read_config
-from .layers import Aux, Cache, Rope, Run
+from .layers import Aux, Cache, LayerCache, Rope, Run
 
 # Other fields of config.json, which must have these values.
 FIXED = {
@@ -142,13 +142,17 @@ class Config:
                 scale=self.routed_scaling_factor,
             )
 
-        def dense(x: jax.Array, layer: Any, cache: Cache | None, _: None) -> tuple[jax.Array, Cache | None, None]:
+        def dense(
+            x: jax.Array, layer: Any, cache: LayerCache | None, _: None
+        ) -> tuple[jax.Array, LayerCache | None, None]:
             out, cache = self._attend(layers.rms_norm(x, layer["attention_norm"], epsilon), layer, cache, run, angles)
             x += out
             h, mlp = layers.rms_norm(x, layer["mlp_norm"], epsilon), layer["mlp"]
             return x + (jax.nn.silu(h @ mlp.gate) * (h @ mlp.up)) @ mlp.down, cache, None
 
-        def block(x: jax.Array, layer: Any, cache: Cache | None, _: None) -> tuple[jax.Array, Cache | None, Aux]:
+        def block(
+            x: jax.Array, layer: Any, cache: LayerCache | None, _: None
+        ) -> tuple[jax.Array, LayerCache | None, Aux]:
             out, cache = self._attend(layers.rms_norm(x, layer["attention_norm"], epsilon), layer, cache, run, angles)
             x += out
             h = layers.rms_norm(x, layer["mlp_norm"], epsilon)
@@ -158,12 +162,12 @@ class Config:
 
         x = layers.embed(params["embedding"], ids, run)
         x, cache, _ = layers.scan_layers(dense, x, params["dense_layers"], cache, run)
-        x, cache, aux = layers.scan_layers(block, x, params["layers"], cache, run)
+        x, cache, aux = layers.scan_layers(block, x, params["layers"], cache, run, first=self.first_k_dense_replace)
         return layers.rms_norm(x, params["norm"], epsilon), layers.advance(cache, ids.shape[1]), aux
 
     def _attend(
-        self, h: jax.Array, layer: Any, cache: Cache | None, run: Run, angles: Any
-    ) -> tuple[jax.Array, Cache | None]:
+        self, h: jax.Array, layer: Any, cache: LayerCache | None, run: Run, angles: Any
+    ) -> tuple[jax.Array, LayerCache | None]:
         """Latent attention (DeepSeek-V2, 2024): a sequence expands its latents to keys and values; a single token
         multiplies its query by the matrix of the keys, and attends to the latents of the cache."""
         nope, rank, heads = self.qk_nope_head_dim, self.kv_lora_rank, (*h.shape[:2], self.num_attention_heads, -1)

@@ -18,7 +18,7 @@ import jax_ep
 
 from . import layers
 from .checkpoint import Parameter, config_json, read_config
-from .layers import Aux, Cache, Rope, Run
+from .layers import Aux, Cache, LayerCache, Rope, Run
 
 # Other fields of config.json, which must have these values.
 FIXED = {"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True}
@@ -127,7 +127,9 @@ class Config:
         def linear(x: jax.Array, p: Any) -> jax.Array:
             return x @ p["weight"] + p["bias"]
 
-        def block(x: jax.Array, layer: Any, cache: Cache | None, kind: str) -> tuple[jax.Array, Cache | None, Aux]:
+        def block(
+            x: jax.Array, layer: Any, cache: LayerCache | None, kind: str
+        ) -> tuple[jax.Array, LayerCache | None, Aux]:
             h = layers.rms_norm(x, layer["attention_norm"], epsilon)
             q, k, v = (linear(h, layer[name]).reshape(heads) for name in ("q", "k", "v"))
             (k, v), cache = layers.remember(cache, layers.rotate(k, angles), v)

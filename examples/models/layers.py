@@ -64,18 +64,23 @@ class Run:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.group.mesh, spec))
 
 
-class Cache(NamedTuple):
-    """What attention keeps of earlier tokens.
+class LayerCache(NamedTuple):
+    """What a layer's attention keeps of earlier tokens.
 
     Attributes:
-      kept: arrays [L, B, ..., S, D] for S tokens, such as keys and values of each head. One token's queries read
-        them in this order.
-      layer: [] int32, the layer that is next.
+      kept: arrays [B, ..., S, D] for S tokens, such as keys and values of each head. One token's queries read them in
+        this order.
       position: [] int32, the number of tokens so far.
     """
 
     kept: tuple[jax.Array, ...]
-    layer: jax.Array
+    position: jax.Array
+
+
+class Cache(NamedTuple):
+    """What all layers keep. They are no stacked arrays, of which XLA would copy a slice for each product."""
+
+    kept: tuple[tuple[jax.Array, ...], ...]  # by layer, as of `LayerCache`
     position: jax.Array
 
 
@@ -157,7 +162,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)).astype(x.dtype) * scale
 
 
-def remember(cache: Cache | None, *new: jax.Array) -> tuple[tuple[jax.Array, ...], Cache | None]:
+def remember(cache: LayerCache | None, *new: jax.Array) -> tuple[tuple[jax.Array, ...], LayerCache | None]:
     """Writes `new` [B, T, ..., D] behind the tokens of this layer.
 
     Returns what the T tokens attend to: `new` itself if it begins the sequence, which all but single tokens do; else
@@ -167,15 +172,15 @@ def remember(cache: Cache | None, *new: jax.Array) -> tuple[tuple[jax.Array, ...
         return new, None
     kept = []
     for old, x in zip(cache.kept, new, strict=True):
-        at = (cache.layer, *[0] * (x.ndim - 2), cache.position, 0)
-        kept.append(jax.lax.dynamic_update_slice(old, jnp.moveaxis(x, 1, -2)[None].astype(old.dtype), at))
+        at = (*[0] * (x.ndim - 2), cache.position, 0)
+        kept.append(jax.lax.dynamic_update_slice(old, jnp.moveaxis(x, 1, -2).astype(old.dtype), at))
     cache = cache._replace(kept=tuple(kept))
-    return (new if new[0].shape[1] > 1 else tuple(x[cache.layer] for x in kept)), cache
+    return (new if new[0].shape[1] > 1 else cache.kept), cache
 
 
 def advance(cache: Cache | None, length: int) -> Cache | None:
     """The cache after all layers have seen `length` tokens more."""
-    return cache and Cache(cache.kept, jnp.zeros_like(cache.layer), cache.position + length)
+    return cache and cache._replace(position=cache.position + length)
 
 
 def positions(cache: Cache | None, length: int) -> jax.Array:
@@ -188,7 +193,7 @@ def attention(
     k: jax.Array,
     v: jax.Array,
     run: Run,
-    cache: Cache | None = None,
+    cache: LayerCache | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -341,39 +346,63 @@ def mixture(
     )(x, router, experts, shared_experts)
 
 
-Block = Callable[..., tuple[jax.Array, Cache | None, Any]]
+Block = Callable[..., tuple[jax.Array, LayerCache | None, Any]]
 
 
 def scan_layers(
-    block: Block, x: jax.Array, layers: Any, cache: Cache | None, run: Run, kinds: Sequence[Any] = (None,)
+    block: Block,
+    x: jax.Array,
+    layers: Any,
+    cache: Cache | None,
+    run: Run,
+    kinds: Sequence[Any] = (None,),
+    first: int = 0,
 ) -> tuple[jax.Array, Cache | None, Any]:
-    """Runs `block(x, layer, cache, kind)` over the layers, whose arrays are stacked [L, ...].
+    """Runs `block(x, layer, cache of the layer, kind)` over the layers, whose arrays are stacked [L, ...].
+
+    Single tokens with a cache go through an unrolled loop, all others through `jax.lax.scan`.
 
     Args:
       layers: a dict. All but its "experts" is gathered from the devices that hold parts of it.
       kinds: what the layers are, in turn, such as two kinds of attention. They divide L.
+      first: the place of the first of them in the cache.
 
     Returns the last x, the cache, and the blocks' third results, stacked.
     """
+    count = jax.tree.leaves(layers)[0].shape[0]
     turns = jax.tree.map(lambda a: a.reshape(-1, len(kinds), *a.shape[1:]), layers)
 
     def one(x: jax.Array, layer: Any, cache: Cache | None, kind: Any) -> Any:
         whole = {name: part if name == "experts" else run.constrain(part, P()) for name, part in layer.items()}
         x, cache, aux = block(x, whole, cache, kind)
-        return run.constrain(x, run.rows(*x.shape[:2])), cache and cache._replace(layer=cache.layer + 1), aux
+        return run.constrain(x, run.rows(*x.shape[:2])), cache and cache.kept, aux
 
     if run.remat is not None:
         one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
 
-    def turn(carry: Any, layer: Any) -> Any:
+    if cache is not None and x.shape[1] == 1:
+        kept, found = list(cache.kept), []
+        for i in range(count):
+            layer, own = jax.tree.map(lambda a, i=i: a[i], layers), LayerCache(kept[first + i], cache.position)
+            x, kept[first + i], aux = one(x, layer, own, kinds[i % len(kinds)])
+            found.append(aux)
+        return x, cache._replace(kept=tuple(kept)), jax.tree.map(lambda *each: jnp.stack(each), *found)
+
+    empty = cache and LayerCache(cache.kept[0], cache.position)  # as that of each layer
+
+    def turn(x: jax.Array, layer: Any) -> Any:
         found = []
         for i, kind in enumerate(kinds):
-            *carry, aux = one(carry[0], jax.tree.map(lambda a, i=i: a[i], layer), carry[1], kind)
-            found.append(aux)
-        return tuple(carry), jax.tree.map(lambda *each: jnp.stack(each), *found)
+            x, *results = one(x, jax.tree.map(lambda a, i=i: a[i], layer), empty, kind)
+            found.append(results)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *found)
 
-    (x, cache), aux = jax.lax.scan(turn, (x, cache), turns, unroll=run.unroll)
-    return x, cache, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), aux)
+    x, results = jax.lax.scan(turn, x, turns, unroll=run.unroll)
+    new, aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)
+    if cache is not None:
+        kept = [jax.tree.map(lambda a, i=i: a[i], new) for i in range(count)]
+        cache = cache._replace(kept=(*cache.kept[:first], *kept, *cache.kept[first + count :]))
+    return x, cache, aux
 
 
 def embed(table: jax.Array, ids: jax.Array, run: Run) -> jax.Array:

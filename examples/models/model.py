@@ -80,10 +80,9 @@ def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
 
 def empty_cache(config: Model, run: Run, batch: int, length: int) -> Cache:
     """For `batch` sequences of at most `length` tokens."""
-    lead, spec = (config.num_hidden_layers, batch), P(None, *run.rows(batch, 1))
-    shapes = [(*lead, *shape[:-1], length, shape[-1]) for shape in config.cache_shapes]
-    kept = tuple(run.constrain(jnp.zeros(shape, run.dtype), spec) for shape in shapes)
-    return Cache(kept, jnp.int32(0), jnp.int32(0))
+    shapes = [(batch, *shape[:-1], length, shape[-1]) for shape in config.cache_shapes]
+    kept = tuple(run.constrain(jnp.zeros(shape, run.dtype), run.rows(batch, 1)) for shape in shapes)
+    return Cache((kept,) * config.num_hidden_layers, jnp.int32(0))
 
 
 class Decoder(NamedTuple):

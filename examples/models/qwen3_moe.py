@@ -16,7 +16,7 @@ import jax_ep
 
 from . import layers
 from .checkpoint import Parameter, config_json, read_config
-from .layers import Aux, Cache, Rope, Run
+from .layers import Aux, Cache, LayerCache, Rope, Run
 
 # Other fields of config.json, which must have these values.
 FIXED = {
@@ -108,7 +108,9 @@ class Config:
             top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
             return logits, jax_ep.nn.softmax_top_k(logits, top_k, renormalize=renormalize)
 
-        def block(x: jax.Array, layer: Any, cache: Cache | None, _: None) -> tuple[jax.Array, Cache | None, Aux]:
+        def block(
+            x: jax.Array, layer: Any, cache: LayerCache | None, _: None
+        ) -> tuple[jax.Array, LayerCache | None, Aux]:
             h = layers.rms_norm(x, layer["attention_norm"], epsilon)
             q = layers.rms_norm((h @ layer["q"]).reshape(heads), layer["q_norm"], epsilon)
             k = layers.rms_norm((h @ layer["k"]).reshape(heads), layer["k_norm"], epsilon)
