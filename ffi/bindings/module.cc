@@ -149,10 +149,10 @@ PyError to_python(const std::optional<GroupError>& error) {
 class Handle {
  public:
   Handle(std::vector<std::vector<int>> lines, double timeout, bool poison, std::vector<std::vector<int>> processes,
-         std::vector<int> sockets, int64_t content, int number, std::optional<int> max_sms)
+         std::vector<int> sockets, double open_timeout, int64_t content, int number, std::optional<int> max_sms)
       : registration_(register_group(content, number)), id_(registration_->id) {
-    const auto group = std::make_shared<PlatformGroup>(std::move(lines), timeout, poison,
-                                                       Neighbours{std::move(processes), std::move(sockets)}, id_);
+    const auto group = std::make_shared<PlatformGroup>(
+        std::move(lines), timeout, poison, Neighbours{std::move(processes), std::move(sockets), open_timeout}, id_);
     if (max_sms) group->limit_sms(*max_sms);
     registration_->open(group);  // from here on programs may call it
   }
@@ -285,7 +285,7 @@ PYBIND11_MODULE(JAX_EP_MODULE, module) {
   const auto unlocked = py::call_guard<py::gil_scoped_release>();
   py::class_<Handle>(module, "Group")
       .def(py::init<std::vector<std::vector<int>>, double, bool, std::vector<std::vector<int>>, std::vector<int>,
-                    int64_t, int, std::optional<int>>(),
+                    double, int64_t, int, std::optional<int>>(),
            unlocked)
       .def_property_readonly("id", &Handle::id)
       .def("close", &Handle::close, unlocked)

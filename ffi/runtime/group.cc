@@ -28,7 +28,7 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
       id_(id) {
   if (!processes_.empty())
     sharing_ = std::make_unique<Sharing>(
-        Neighbours{processes_, std::move(neighbours.sockets)}, local_devices(), timeout_seconds,
+        Neighbours{processes_, std::move(neighbours.sockets), neighbours.open_timeout}, local_devices(),
         Sharing::Hooks{[this](int process, const std::string& why) { lose(process, why); },
                        [this] { return open_ ? local_epochs() : Epochs{}; }});
   if (lines_.empty() || lines_.front().empty())
@@ -41,6 +41,7 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
   epochs_raised_.resize(line_count());
   calls_asked_.resize(line_count() * size());
   open_ = true;
+  if (sharing_) sharing_->set_timeout(timeout_seconds_);
   if (const std::optional<GroupError> failed = failure()) throw GroupException(*failed);
 }
 

@@ -96,11 +96,11 @@ std::string name_of(int process) { return "process " + std::to_string(process) +
 
 }  // namespace
 
-Sharing::Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks)
+Sharing::Sharing(const Neighbours& neighbours, std::vector<int> devices, Hooks hooks)
     : processes_(neighbours.processes),
       devices_(std::move(devices)),
-      timeout_(timeout_seconds),
-      hooks_(std::move(hooks)) {
+      hooks_(std::move(hooks)),
+      timeout_(neighbours.open_timeout) {
   for (const int socket : neighbours.sockets) peers_.push_back({socket >= 0, Outbox(Descriptor(socket)), {}, 0, ""});
   wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_) throw std::runtime_error("jax_ep: this process has too many files open to create a group");
@@ -131,6 +131,11 @@ void Sharing::unmap() {
   for (const RegionName& name : mapped_) drop_mapping(name);
   mapped_.clear();
   signal_pads_.clear();
+}
+
+void Sharing::set_timeout(double seconds) {
+  std::lock_guard lock(mutex_);
+  timeout_ = std::chrono::duration<double>(seconds);
 }
 
 std::vector<char*> Sharing::share(const Region& region, const std::set<int>& processes, int rank_index) {

@@ -29,6 +29,7 @@ namespace jax_ep {
 struct Neighbours {
   std::vector<std::vector<int>> processes;  // by line and rank
   std::vector<int> sockets;                 // by process, connected, in message mode; -1 where there is none
+  double open_timeout;                      // seconds that creating the group waits for one of them
 };
 
 // Ops that ranks have finished, by rank index: line * size + rank.
@@ -82,7 +83,7 @@ class Sharing {
   };
 
   // Takes ownership of the sockets. `devices`: of this process, which write into mapped regions.
-  Sharing(const Neighbours& neighbours, std::vector<int> devices, double timeout_seconds, Hooks hooks);
+  Sharing(const Neighbours& neighbours, std::vector<int> devices, Hooks hooks);
   ~Sharing();
   Sharing(const Sharing&) = delete;
   Sharing& operator=(const Sharing&) = delete;
@@ -92,6 +93,9 @@ class Sharing {
 
   // Unmaps all regions. Called after close(), when this process uses the regions no more.
   void unmap();
+
+  // Replaces the open timeout: how long the calls below wait for a process once the group is open.
+  void set_timeout(double seconds);
 
   // The region's address in each of `processes`, by process. Asks each process to map the region, once. `rank_index`:
   // the rank whose signal pad the region is. The region must live until close(). Throws GroupException.
@@ -138,11 +142,11 @@ class Sharing {
 
   const std::vector<std::vector<int>> processes_;
   const std::vector<int> devices_;
-  const std::chrono::duration<double> timeout_;
   const Hooks hooks_;
   Descriptor wake_;  // wakes the thread
   mutable std::mutex mutex_;
   std::condition_variable changed_;
+  std::chrono::duration<double> timeout_;
   std::vector<Peer> peers_;                         // by process; without a socket where there is none
   std::map<uint64_t, std::vector<Answer>> shared_;  // by region and process
   std::set<RegionName> mapped_;                     // of other processes

@@ -47,7 +47,8 @@ def open_native(
             on_failure.callback(free)
         others = processes if sockets else ()
         try:
-            opened = library.Group(ordinals, timeout, poison, others, sockets, content, number, most)
+            waits = open_timeout.left()
+            opened = library.Group(ordinals, timeout, poison, others, sockets, waits, content, number, most)
         except library.GroupException as error:
             raise getattr(errors, error.args[0].name)(error.args[1]) from error
         except RuntimeError as error:

@@ -85,7 +85,8 @@ def test_a_process_that_lives_and_does_not_come(
     if ON_CPU:
         assert sorted(dump["error"] for dump in dumps) == on_cpus
     else:
-        first = min(dumps, key=lambda dump: dump["time"])
-        assert re.search(str(on_gpus), first["message"]), first["message"]
+        # The process that waited says for what. The other may have written earlier that this one left.
+        named = [dump["time"] for dump in dumps if re.search(str(on_gpus), dump["message"])]
+        assert named, [dump["message"] for dump in dumps]
         [start] = re.findall(r"^waits from (.*)$", output, re.MULTILINE)
-        assert first["time"] - float(start) < worker.LOST_TIMEOUT + worker.ALLOWED + worker.late()
+        assert min(named) - float(start) < worker.LOST_TIMEOUT + worker.ALLOWED + worker.late()

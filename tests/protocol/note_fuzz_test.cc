@@ -105,7 +105,7 @@ class Victim {
                            reason_.set_value(why);
                          },
                          [] { return Epochs{{0, 1}}; }};
-    sharing_ = std::make_unique<Sharing>(Neighbours{kLine, {-1, sockets[1]}}, std::vector{0}, kPatience, hooks);
+    sharing_ = std::make_unique<Sharing>(Neighbours{kLine, {-1, sockets[1]}, kPatience}, std::vector{0}, hooks);
   }
 
   Descriptor socket_;

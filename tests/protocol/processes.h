@@ -50,7 +50,7 @@ inline void two_processes() {
   const std::array<int, 2> sockets = socket_pair();
   std::unique_ptr<Group> groups[2];
   in_processes(2, [&](int process) {
-    Neighbours neighbours{{{0, 0, 1, 1}}, {-1, -1}};
+    Neighbours neighbours{{{0, 0, 1, 1}}, {-1, -1}, 20.0};
     neighbours.sockets[1 - process] = sockets[process];
     std::vector<std::vector<int>> lines{process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 2, 3}};
     groups[process] = std::make_unique<Group>(lines, 20.0, /*poison=*/false, neighbours);
@@ -84,7 +84,7 @@ inline void deaf_process() {
   const auto region = allocate_region(0, 4096, {0});
   const auto start = std::chrono::steady_clock::now();
   {
-    Sharing sharing({{{0, 1}}, {-1, sockets[0]}}, {0}, 0.2, kNoHooks);
+    Sharing sharing({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, kNoHooks);
     auto telling = std::async(std::launch::async, [&] { return kind_of_error([&] { sharing.share(*region, {1}); }); });
     expect(kind_of_error([&] { sharing.await_signal_pad(1, 1); }) == "PeerTimeoutError" &&
                telling.get() == "PeerTimeoutError",
@@ -100,7 +100,7 @@ inline void refused_group() {
   bool refused = false;
   try {
     Group group({std::vector<int>(kMaxRanks + 1)}, 20.0, /*poison=*/false,
-                Neighbours{{std::vector<int>(kMaxRanks + 1)}, {-1, sockets[0]}});
+                Neighbours{{std::vector<int>(kMaxRanks + 1)}, {-1, sockets[0]}, 20.0});
   } catch (const std::invalid_argument&) {
     refused = true;
   }
@@ -117,7 +117,7 @@ inline void lost_process() {
   std::thread ending([&] { close(sockets[1]); });
   bool lost = false;
   try {
-    Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}});
+    Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}, 20.0});
   } catch (const GroupException& failure) {
     lost = failure.error.kind == ErrorKind::peer_lost;
   }
@@ -130,7 +130,7 @@ inline void closed_at_once() {
   for (int i = 0; i < 60; ++i) {
     const std::array<int, 2> sockets = socket_pair();
     in_processes(2, [&](int process) {
-      Neighbours neighbours{{{0, 1}}, {-1, -1}};
+      Neighbours neighbours{{{0, 1}}, {-1, -1}, 20.0};
       neighbours.sockets[1 - process] = sockets[process];
       const std::string error = kind_of_error([&] {
         Group group({process == 0 ? std::vector{0, -1} : std::vector{-1, 1}}, 20.0, /*poison=*/false, neighbours);
@@ -139,6 +139,20 @@ inline void closed_at_once() {
       expect(error.empty(), "a group that is closed at once is open before");
     });
   }
+}
+
+// A group waits by its open timeout for a process that creates its part late, whatever the timeout of its ops.
+inline void late_process() {
+  const std::array<int, 2> sockets = socket_pair();
+  in_processes(2, [&](int process) {
+    if (process == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    Neighbours neighbours{{{0, 1}}, {-1, -1}, 20.0};
+    neighbours.sockets[1 - process] = sockets[process];
+    const std::string error = kind_of_error([&] {
+      Group group({process == 0 ? std::vector{0, -1} : std::vector{-1, 1}}, 0.05, /*poison=*/false, neighbours);
+    });
+    expect(error.empty(), "the timeout of ops does not end the opening of a group");
+  });
 }
 
 // Process 0 shares a line with each of the others. Process 1 leaves when its line is open, which the other line, that
@@ -153,7 +167,7 @@ inline void lines_of_different_processes() {
     in_processes(3, [&](int process) {
       if (process == 2) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       const std::string error = kind_of_error([&] {
-        Group group(lines[process], 20.0, /*poison=*/false, Neighbours{processes, sockets[process]});
+        Group group(lines[process], 20.0, /*poison=*/false, Neighbours{processes, sockets[process], 20.0});
         group.close();
       });
       expect(error.empty(), "a process opens its lines whatever becomes of those that have no part in them");
@@ -168,8 +182,8 @@ inline void heartbeats() {
   const auto hooks_of = [](int rank_index, uint64_t epoch) {
     return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{rank_index, epoch}}; }};
   };
-  Sharing ahead({line, {-1, sockets[0], silent[0]}}, {0}, 3.2, hooks_of(0, 7));
-  Sharing behind({line, {sockets[1], -1, -1}}, {0}, 3.2, hooks_of(1, 4));
+  Sharing ahead({line, {-1, sockets[0], silent[0]}, 3.2}, {0}, hooks_of(0, 7));
+  Sharing behind({line, {sockets[1], -1, -1}, 3.2}, {0}, hooks_of(1, 4));
   std::string text;
   try {
     ahead.await_signal_pad(2, 2);

@@ -73,7 +73,7 @@ void in_process(int process, int socket) {
   const std::vector<int> line = process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1};
   std::vector<int> sockets(2, -1);
   sockets[1 - process] = socket;
-  Group group({line}, 20.0, /*poison=*/true, Neighbours{{{0, 0, 1, 1}}, sockets});
+  Group group({line}, 20.0, /*poison=*/true, Neighbours{{{0, 0, 1, 1}}, sockets, 20.0});
   char* pools[2] = {make_pool(), nullptr};
   const auto on_both_ranks = [&](char* memory, bool staged) {
     const auto body = [&](int i) { exchange(group, 2 * process + i, memory + 4096 * i + 256, staged); };
@@ -115,7 +115,7 @@ void open_many(int process, const std::vector<int>& sockets) {
   for (std::size_t i = 0; i < sockets.size(); ++i) {
     std::vector<int> joined(2, -1);
     joined[1 - process] = sockets[i];
-    Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined});
+    Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined, 20.0});
     for (int rank = 0; rank < kRanks; ++rank) signal_pads.insert(group.signal_pad({0, rank}));
     const auto body = [&](int rank) { exchange(group, 2 * process + rank, unmappable.data() + 4096 * rank, true); };
     std::thread other([&] { body(1); });

@@ -450,6 +450,7 @@ TEST_CASE("processes: two map each other's memory") { two_processes(); }
 TEST_CASE("processes: one that does not answer") { deaf_process(); }
 TEST_CASE("processes: a group of too many ranks is refused and its sockets closed") { refused_group(); }
 TEST_CASE("processes: one that ends while a group opens") { lost_process(); }
+TEST_CASE("processes: one that opens its part late") { late_process(); }
 TEST_CASE("processes: groups that are closed as soon as they are open") { closed_at_once(); }
 TEST_CASE("processes: lines of different processes do not disturb each other") { lines_of_different_processes(); }
 TEST_CASE("processes: heartbeats tell the slow from the dead") { heartbeats(); }
