@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from .model import QWEN3_30B, SMALL, layers, model, open_all, parts_of
 from .runner import Bench, Row, Run
@@ -63,6 +65,19 @@ def step_bytes(config: Any, batch: int, context: int, ranks: int) -> float:
     return dense + (experts * chosen + cache) / ranks
 
 
+def filled(empty: layers.Cache, position: int, sharding: NamedSharding) -> layers.Cache:
+    """A cache of random numbers."""
+
+    @partial(jax.jit, static_argnums=(1, 2), out_shardings=sharding)
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jax.random.normal(key, shape, dtype)
+
+    leaves, tree = jax.tree.flatten(empty.kept)
+    keys = jax.random.split(jax.random.key(SEED), len(leaves))
+    kept = [draw(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
+    return layers.Cache(jax.tree.unflatten(tree, kept), jnp.int32(position))
+
+
 def rows(case: Case, run: Run) -> Iterator[Row]:
     group, config, repeats = run.group, case.config, run.options.repeats
     how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
@@ -88,27 +103,16 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         yield row(f"prefill, 1 x {length:,}", length, seconds, None)
 
     def compiled(batch: int) -> tuple[Any, Any]:
-        """What makes tokens and a cache of random numbers, and a step behind it.
-
-        Both are compiled before a large cache is allocated: XLA tries tilings on buffers of its own.
-        """
-
-        def filled() -> tuple[jax.Array, Any]:
-            cache = model.empty_cache(config, how, batch, case.context + case.steps)
-            leaves, tree = jax.tree.flatten(cache.kept)
-            keys = jax.random.split(key, len(leaves))
-            drawn = [jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
-            kept = jax.tree.unflatten(tree, drawn)
-            return jnp.zeros(batch, jnp.int32), cache._replace(kept=kept, position=jnp.int32(case.context))
-
-        fill = jax.jit(filled).lower()
+        """A step, and the shapes of its cache. No cache is allocated yet: XLA tries tilings on buffers of its own."""
+        empty = jax.eval_shape(lambda: model.empty_cache(config, how, batch, case.context + case.steps))
         step = model.decoder(config, how, case.context + case.steps).step
-        return fill.compile(), step.lower(params, *fill.out_info, key).compile()
+        return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key).compile(), empty
 
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(compiled, case.batches))
-    for batch, (fill, step) in zip(case.batches, programs, strict=True):
-        tokens, cache = fill()
+    for batch, (step, empty) in zip(case.batches, programs, strict=True):
+        sharding = NamedSharding(group.mesh, how.rows(batch, 1))
+        tokens, cache = jnp.zeros(batch, jnp.int32), filled(empty, case.context, sharding)
         times: list[float] = []
 
         def once(step: Any = step) -> jax.Array:
