@@ -50,7 +50,8 @@ void remember_site(std::string_view text);
 // Empty if only another process knows the number.
 std::string text_of_site(int32_t number);
 
-// "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)".
+// "combine bfloat16 T=64 K=2 H=8192 capacity=1024 (model.py, in moe_block)". If another op made the call, the site
+// names it: "sharded_lookup: model.py, step".
 std::string describe_call(const Signature& signature, int32_t site);
 
 class Group {
@@ -163,6 +164,7 @@ class Group {
   GroupError describe(const RankReport& reported) const;
   std::optional<OpRecord> record(int line, int rank, uint64_t epoch) const;
   std::string describe_op(int line, int rank, uint64_t epoch, const char* otherwise) const;
+  std::string called_op(int line, const Report& report) const;
   std::optional<std::pair<int, int>> differing_ranks(int line, const Report& report) const;
   GroupError mismatch(int line, const Report& report, int rank, int other) const;
   int silent_rank(int line, const Report& report) const;

@@ -255,6 +255,14 @@ GroupError Group::mismatch(int line, const Report& report, int rank, int other) 
               ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
 }
 
+// The op that a user called: the one that the call site names, or that of the report.
+std::string Group::called_op(int line, const Report& report) const {
+  const std::optional<OpRecord> op = record(line, report.rank, report.epoch);
+  const std::string site = op ? text_of_site(static_cast<int32_t>(op->site)) : "";
+  const size_t end = site.find(": ");
+  return end == std::string::npos ? name_of(report.op) : site.substr(0, end);
+}
+
 GroupError Group::describe(const RankReport& reported) const {
   const auto& [line, report] = reported;
   char text[256];
@@ -281,12 +289,12 @@ GroupError Group::describe(const RankReport& reported) const {
       return mismatch(line, report, report.rank, report.peer);
     case Failure::capacity:
       std::snprintf(text, sizeof(text),
-                    "%s: rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
-                    name_of(report.op), report.rank, seen, expected);
-      return {ErrorKind::capacity, text};
+                    ": rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
+                    report.rank, seen, expected);
+      return {ErrorKind::capacity, called_op(line, report) + text};
     case Failure::invalid:
-      std::snprintf(text, sizeof(text), "%s: rank %d: ", name_of(report.op), report.rank);
-      return {ErrorKind::invalid_routing, text + describe_invalid(report)};
+      std::snprintf(text, sizeof(text), ": rank %d: ", report.rank);
+      return {ErrorKind::invalid_routing, called_op(line, report) + text + describe_invalid(report)};
     case Failure::none:
       break;
   }

@@ -232,6 +232,7 @@ def call(
     name: str,
     *operands: jax.Array,
     ranks: Ranks | None,
+    called_by: str = "",
     updated: jax.Array | None = None,
     **settings: Setting | np.dtype,
 ) -> dict[str, jax.Array]:
@@ -244,6 +245,7 @@ def call(
     Args:
       name: of the FFI target, without prefix.
       ranks: None for a local op. Only the library for CUDA has kernels for local ops.
+      called_by: the op that a user called, for errors and the flight recorder.
       updated: the last operand, whose values a result starts from.
 
     Returns:
@@ -257,7 +259,8 @@ def call(
         op, types = _results_of("cuda" if is_built("cuda") else "cpu", name, 1, **plain)  # the CPU's: for tests
     else:
         op, types = _results_of(ranks.platform, name, ranks.size, **plain)
-        attributes |= {"group": np.int64(ranks.id), "site": _call_site()}
+        caller = f"{called_by}: " if called_by not in ("", op) else ""
+        attributes |= {"group": np.int64(ranks.id), "site": caller + _call_site()}
         operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
     names = [result.name for result in types if result.name != WORKSPACE]
     axes = frozenset(checks.axes_of(ranks.axis_name) if ranks else ())

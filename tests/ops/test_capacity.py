@@ -45,6 +45,17 @@ def test_one_too_many_raises_and_the_group_goes_on(implementation: Implementatio
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
+def test_a_layer_names_itself(implementation: Implementation, group: Group, rng: Rng) -> None:
+    matrices = np.ones((SIZE, EXPERTS // SIZE, 16, 16), np.float32)
+
+    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
+        options: Any = {"group": group, "capacity": CAPACITY, "implementation": implementation}
+        return helpers.moe_sums(tokens, ids, weights, None, matrices, matrices, **options)
+
+    with helpers.expect_failure(group, CapacityError, rf"\bmoe_mlp: {ONE_TOO_MANY}", implementation):
+        helpers.run(group, layer, *case_with(rng, CAPACITY + 1), matrices)
+
+
 def test_many_tokens_without_room(implementation: Implementation, group: Group, rng: Rng) -> None:
     """Tokens that are on their way when ranks learn of the lack of room do no harm."""
     case = helpers.draw_case(rng, SIZE, helpers.LATE_TOKENS, 2, EXPERTS, 16)

@@ -203,10 +203,10 @@ def run_dispatch(
     if path == "in place":
         return dispatch_in_place(config, tokens, expert_ids, weights)
     if path == "kernels":
-        return intranode_dispatch(group, config, tokens, expert_ids, weights)
+        return intranode_dispatch(call.op, group, config, tokens, expert_ids, weights)
     agreement = Agreement(
         group._participants,
-        "dispatch",
+        call.op,
         num_tokens=num_tokens,
         hidden=tokens.shape[1],
         top_k=expert_ids.shape[1],
@@ -222,7 +222,7 @@ def run_dispatch(
     else:
         out, needed = xla_dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
         if not always_fits(config, group.size * expert_ids.size):
-            out = out._replace(rows=nan_on_overflow("dispatch", needed, config.capacity, out.rows, group._keep_error))
+            out = out._replace(rows=nan_on_overflow(call.op, needed, config.capacity, out.rows, group._keep_error))
     return checkpoint_name(agreement.leave(out), DISPATCHED)
 
 

@@ -115,11 +115,11 @@ def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Arra
 
 
 def intranode_dispatch(
-    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+    op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
-    """Runs the kernel without a derivative; `_with_derivative` attaches one."""
+    """Runs the kernel, for `op`, without a derivative; `_with_derivative` attaches one."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
-    out = kernels.ffi_dispatch(group, config, constant_tokens, expert_ids, constant_weights)
+    out = kernels.ffi_dispatch(op, group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
     rows, routed_weights = _with_derivative(group, config, tokens, weights, out)
     return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))

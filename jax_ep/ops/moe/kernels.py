@@ -16,7 +16,7 @@ from jax_ep.ops.moe.types import Dispatched, Routing, Unexpanded
 
 
 def ffi_dispatch(
-    group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+    op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
     called = ffi.call(
         "dispatch",
@@ -24,6 +24,7 @@ def ffi_dispatch(
         expert_ids,
         weights,
         ranks=group._ranks,
+        called_by=op,
         dtype=tokens.dtype,
         num_tokens=tokens.shape[0],
         top_k=expert_ids.shape[1],

@@ -130,7 +130,7 @@ def _routing(call: DispatchCall, expert_ids: jax.Array, local: Routing, sent: ja
 
 def _nan_on_overflow(call: DispatchCall, received: _Rows, needed: jax.Array, most: jax.Array | None) -> _Rows:
     """`received`, or NaN if a rank has more tokens for a node than are sent, or needs more rows than the capacity."""
-    group, op = call.group, "dispatch"
+    group, op = call.group, call.op
     all_needed = jax.lax.all_gather(needed, group.node_axes).reshape(-1)
     if most is not None and call.node_capacity is not None:
         all_sent = jax.lax.all_gather(most, group.axis_name)

@@ -85,6 +85,7 @@ class DispatchConfig:
 class DispatchCall(NamedTuple):
     """A validated call of dispatch without its arrays."""
 
+    op: str  # that the user called
     group: Group
     config: DispatchConfig  # for one group of all ranks
     node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
@@ -168,7 +169,7 @@ def validated(
     chunks = int(group.node_options.chunks) if by_kernels else 1
     weights = jnp.ones(expert_ids.shape, jnp.float32) if weights is None else jnp.asarray(weights).astype(jnp.float32)
     operands = vary.vary_alike(group.axis_name, tokens, checks.to_int32(expert_ids), weights)
-    return DispatchCall(group, config, node_capacity, chunks, by_kernels), operands
+    return DispatchCall(op, group, config, node_capacity, chunks, by_kernels), operands
 
 
 def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
