@@ -19,6 +19,7 @@ from jax_ep.ops.sparse.arithmetic import (
 from jax_ep.ops.sparse.bags import bag as bag
 from jax_ep.ops.sparse.embedding import (
     lookup as lookup,
+    rows_needed as rows_needed,
     sharded_lookup as sharded_lookup,
     sparse_value_and_grad as sparse_value_and_grad,
     stacked_ids as stacked_ids,
@@ -28,5 +29,10 @@ from jax_ep.ops.sparse.optimizers import (
     apply_updates as apply_updates,
     by_rows as by_rows,
     rowwise_adagrad as rowwise_adagrad,
+)
+from jax_ep.ops.sparse.placement import (
+    Placement as Placement,
+    shard_table as shard_table,
+    unshard_table as unshard_table,
 )
 from jax_ep.ops.sparse.types import Scalar as Scalar, Tree as Tree

@@ -91,7 +91,7 @@ def test_the_package_is_no_call_site(module: str) -> None:
 
 
 MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_ep.embedding, jax_ep.pallas_kernels]
-OF_ARGUMENTS = {"Implementation", "OnOverflow", "Scalar", "Tree", "BLOCK", "ZERO_ROW"}
+OF_ARGUMENTS = {"Implementation", "OnOverflow", "Placement", "Scalar", "Tree", "BLOCK", "ZERO_ROW"}
 
 
 def test_every_public_name_is_on_the_page() -> None:

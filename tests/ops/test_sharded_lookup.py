@@ -1,7 +1,9 @@
 """Tables that are spread over the ranks, several tables in one, and bags, against dense tables and numpy."""
 
+import re
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import helpers
 import jax
@@ -10,13 +12,16 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
+from embedding_oracle import DenseTraining
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import CapacityError, Group, Implementation, embedding
+from jax_ep.runtime.undelivered import capacity_error
 
 SIZE, D, N = 4, 5, 12
-HEIGHTS = {"words": 21, "tags": 3}  # stacked, and spread over the ranks: 6 rows each
+HEIGHTS = {"words": 20, "tags": 3}  # stacked, and spread over the ranks: 6 rows each, of which the last is padding
 V = sum(HEIGHTS.values())
+PLACEMENTS = get_args(embedding.Placement)
 IDS_SPEC = P("ep")
 
 
@@ -26,6 +31,20 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray], n
     ids["words"][:N] = 2  # one row, whose owner is rank 0
     table = rng.standard_normal((V, D)).astype(np.float32)
     return table, ids, rng.standard_normal((2, SIZE * N, D)).astype(np.float32)
+
+
+def located(i: int, ranks: int, placement: str) -> tuple[int, int]:
+    """The rank that has row i, and the row's place there."""
+    return (i % ranks, i // ranks) if placement == "mod" else divmod(i, -(-V // ranks))
+
+
+def stored(table: np.ndarray, ranks: int, placement: str) -> np.ndarray:
+    """The parts of all ranks, one after the other."""
+    height = -(-V // ranks)
+    parts = np.zeros((ranks, height, *table.shape[1:]), table.dtype)
+    for i, row in enumerate(table):
+        parts[located(i, ranks, placement)] = row
+    return parts.reshape(ranks * height, *table.shape[1:])
 
 
 def dense_rows(table: Any, ids: dict[str, Any]) -> dict[str, Any]:
@@ -49,62 +68,107 @@ def on_ranks(group: Group, function: Any, in_specs: Any, out_specs: Any, check_v
     )
 
 
-def test_rows_come_home(implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_rows_come_home(
+    placement: embedding.Placement, implementation: Implementation, group: Group, rng: np.random.Generator
+) -> None:
     """Also in 16 bits, by int64 ids, and for no ids at all; the gradient of the table is dense there."""
     table, ids, weights = draw(rng)
-    find = partial(embedding.sharded_lookup, group=group, implementation=implementation)
+    parts = stored(table, SIZE, placement)
+    find = partial(embedding.sharded_lookup, group=group, placement=placement, implementation=implementation)
 
     def body(table: jax.Array, ids: Any) -> Any:
         return find(table, embedding.stacked_ids(ids, HEIGHTS))
 
     both = on_ranks(group, body, IDS_SPEC, IDS_SPEC)
-    found = helpers.fetch(both(table, ids))
+    found = helpers.fetch(both(parts, ids))
     for name, rows in dense_rows(table, ids).items():
         np.testing.assert_array_equal(found[name], rows)
-    by_table = jax.grad(lambda t: loss(both(t, ids), weights))(table)
-    np.testing.assert_allclose(by_table, jax.grad(lambda t: loss(dense_rows(t, ids), weights))(table), atol=1e-5)
+    by_table = jax.grad(lambda t: loss(both(t, ids), weights))(parts)
+    dense = jax.grad(lambda t: loss(dense_rows(t, ids), weights))(table)
+    np.testing.assert_allclose(by_table, stored(np.asarray(dense), SIZE, placement), atol=1e-5)
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         far = np.where(np.arange(SIZE * N) % 3, np.arange(SIZE * N) % V, 2**32 + 1)
-        low = on_ranks(group, find, IDS_SPEC, IDS_SPEC)(table.astype(jnp.bfloat16), far)
+        low = on_ranks(group, find, IDS_SPEC, IDS_SPEC)(parts.astype(jnp.bfloat16), far)
     expected = np.where((far < V)[:, None], table.astype(jnp.bfloat16)[far % V], 0)
     np.testing.assert_array_equal(helpers.wide(low), helpers.wide(expected))
-    assert on_ranks(group, find, IDS_SPEC, IDS_SPEC)(table, np.zeros((0, 3), np.int32)).shape == (0, 3, D)
+    assert on_ranks(group, find, IDS_SPEC, IDS_SPEC)(parts, np.zeros((0, 3), np.int32)).shape == (0, 3, D)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_rows_that_ranks_need(placement: embedding.Placement, group: Group, rng: np.random.Generator) -> None:
+    ids = {"a": rng.zipf(1.3, (SIZE * N,)).astype(np.int32) - 2, "b": rng.integers(-2, V + 1, (SIZE * N, 2))}
+    count = partial(embedding.rows_needed, num_rows=V, group=group, placement=placement)
+    needed = on_ranks(group, count, IDS_SPEC, P())(ids)
+    expected = np.zeros(SIZE, int)
+    for parts in zip(*(np.split(x, SIZE) for x in ids.values()), strict=True):
+        for i in {int(i) for part in parts for i in part.ravel()} & {*range(-(-V // SIZE) * SIZE)}:
+            expected[located(i, SIZE, placement)[0]] += 1
+    np.testing.assert_array_equal(needed, expected)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_tables_go_to_the_ranks_and_back(placement: embedding.Placement, ranks: int, rng: np.random.Generator) -> None:
+    """In numpy and in JAX, with the state of an optimizer."""
+    table: Any = rng.standard_normal((V, D)).astype(np.float32)
+    for given in (table, jnp.asarray(table)):
+        tree = {"table": given, "state": (given[:, :1], np.float32(3))}
+        parts = embedding.shard_table(tree, ranks, placement=placement)
+        assert type(parts["table"]) is type(given)
+        np.testing.assert_array_equal(parts["table"], stored(table, ranks, placement))
+        back = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
+        assert helpers.bits(back) == helpers.bits(tree)
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_training(check_vma: bool, implementation: Implementation, group: Group, rng: np.random.Generator) -> None:
+def test_training(
+    check_vma: bool,
+    placement: embedding.Placement,
+    implementation: Implementation,
+    group: Group,
+    rng: np.random.Generator,
+) -> None:
     """Steps on the ranks' parts are steps of dense optax on the whole table, as every row is named."""
     optimizer, dense = embedding.by_rows(optax.adamw(0.1)), optax.adamw(0.1)
     table, ids, weights = draw(rng)
     ids["words"][N:] = np.arange(3 * N) % HEIGHTS["words"]
     ids["tags"][:] = np.arange(SIZE * N) % HEIGHTS["tags"]
     gradient_of = embedding.sparse_value_and_grad(
-        loss, 1, group=group, capacity_factor=3, implementation=implementation
+        loss, 1, group=group, placement=placement, capacity_factor=3, implementation=implementation
     )
 
     def step(table: jax.Array, state: Any, ids: Any, weights: Any) -> Any:
         value, (rows, by_weights) = gradient_of(table, embedding.stacked_ids(ids, HEIGHTS), weights)
         norm = embedding.global_norm(rows, axis_name="ep")
         updates, state = optimizer.update(rows, state, table)
-        entries = jax.lax.psum(rows.count, "ep")
-        return embedding.apply_updates(table, updates), state, jax.lax.psum(value, "ep"), by_weights, norm, entries
+        value, entries, total = jax.lax.psum((value, rows.count, rows.todense()), "ep")
+        return embedding.apply_updates(table, updates), state, value, by_weights, norm, entries, total
 
     state, spread, moved = optimizer.init(table), P(None, "ep"), dense.init(table)
     specs = (IDS_SPEC, jax.tree.map(lambda x: P("ep") if x.ndim else P(), state), IDS_SPEC, spread)
-    program = on_ranks(group, step, specs, (IDS_SPEC, specs[1], P(), spread, P(), P()), check_vma)
+    program = on_ranks(group, step, specs, (IDS_SPEC, specs[1], P(), spread, P(), P(), P()), check_vma)
     whole, dense_loss = table, jax.value_and_grad(lambda t, w: loss(dense_rows(t, ids), w), (0, 1))
     entries = 0
+    table, state = embedding.shard_table((table, state), SIZE, placement=placement)
     for _ in range(3):
-        table, state, value, by_weights, norm, entries = program(table, state, ids, weights)
+        table, state, value, by_weights, norm, entries, total = program(table, state, ids, weights)
         expected, (gradient, expected_by_weights) = dense_loss(whole, weights)
         updates, moved = dense.update(gradient, moved, whole)
         whole = jax.tree.map(jnp.add, whole, updates)
         np.testing.assert_allclose(value, expected, rtol=1e-4)
         np.testing.assert_allclose(by_weights, expected_by_weights, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(norm, jnp.linalg.norm(gradient), rtol=1e-4)
+        np.testing.assert_allclose(total[:V], gradient, rtol=1e-4, atol=1e-5)
+        assert not total[V:].any()
+    table, state = embedding.unshard_table((table, state), SIZE, num_rows=V, placement=placement)
     np.testing.assert_allclose(table, whole, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(moved), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-5)
     named = [len(np.unique(x)) for name in HEIGHTS for x in ids[name].reshape(SIZE, N)]
     assert int(entries) == sum(named)  # a rank asks for a row once
 
@@ -114,17 +178,52 @@ def test_an_owner_without_room(implementation: Implementation, open_group: OpenG
     ids = np.arange(8, dtype=np.int32) % 4  # all at rank 0, which has rows 0 .. 3
     table = np.ones((8, D), np.float32)
     options: dict[str, Any] = {"group": group, "capacity": 6, "implementation": implementation}
+    gradient_of = partial(embedding.sparse_value_and_grad, jnp.sum, **options)
 
     def dropping(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         found = embedding.sharded_lookup(table, ids, on_overflow="drop", **options)
-        total = embedding.sparse_value_and_grad(jnp.sum, on_overflow="drop", **options)
-        return found, total(table, ids)[1].dropped[None]
+        return found, gradient_of(on_overflow="drop")(table, ids)[1].dropped[None]
 
     found, dropped = helpers.fetch(on_ranks(group, dropping, IDS_SPEC, IDS_SPEC)(table, ids))
     assert np.sum(~found.any(axis=1)) == dropped.sum() == 2
-    raising = on_ranks(group, partial(embedding.sharded_lookup, **options), IDS_SPEC, IDS_SPEC)
-    with helpers.expect_failure(group, CapacityError, "rank 0 needs 8 rows", implementation):
-        assert np.isnan(helpers.fetch(raising(table, ids))).any()
+    lookups: dict[str, Any] = {
+        "sharded_lookup": partial(embedding.sharded_lookup, **options),
+        "sparse_value_and_grad": lambda table, ids: gradient_of()(table, ids)[0][None],
+    }
+    for op, lookup in lookups.items():
+        raising = on_ranks(group, lookup, IDS_SPEC, IDS_SPEC)
+        says = re.escape(str(capacity_error(op, 0, 8, 6)))
+        with helpers.expect_failure(group, CapacityError, rf"\b{says}", implementation):
+            assert np.isnan(helpers.fetch(raising(table, ids))).any()
+
+
+def test_a_checkpoint_for_other_ranks(tmp_path: Path, open_group: OpenGroup, rng: np.random.Generator) -> None:
+    """A table that 4 ranks train by "mod" is saved in the order of ids, and goes on by "ranges" on 2 ranks."""
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    optimizer, dense = embedding.rowwise_adagrad(0.1), DenseTraining("rowwise_adagrad", rng.standard_normal((V, D)))
+    table: Any = np.asarray(dense.table)
+    saved = {"table": table, "state": np.asarray(optimizer.init(table))}
+    runs: tuple[tuple[int, embedding.Placement], ...] = ((4, "mod"), (2, "ranges"))
+    for ranks, placement in runs:
+        group = open_group(ranks)
+        ids = rng.integers(0, V, (SIZE * N,)).astype(np.int32)
+        gradient_of = embedding.sparse_value_and_grad(lambda x: jnp.sum(jnp.sin(x)), group=group, placement=placement)
+
+        def step(table: jax.Array, state: jax.Array, ids: jax.Array, gradient_of: Any = gradient_of) -> Any:
+            return optimizer.step(table, state, gradient_of(table, ids)[1])
+
+        with checkpoint.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / placement, saved)
+            checkpointer.wait_until_finished()
+            saved = checkpointer.restore(tmp_path / placement)
+        parts = embedding.shard_table((saved["table"], saved["state"]), ranks, placement=placement)
+        parts = helpers.fetch(on_ranks(group, step, IDS_SPEC, IDS_SPEC)(*parts, ids))
+        table, state = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
+        saved = {"table": table, "state": state}
+        touched = np.isin(np.arange(V), ids)
+        dense.update(np.cos(dense.table) * np.bincount(ids, minlength=V)[:, None], touched)
+    for actual, expected in zip((saved["table"], saved["state"]), dense.leaves, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
@@ -168,6 +267,18 @@ def test_wrong_arguments(open_group: OpenGroup) -> None:
         (lambda: find(ids=[0]), TypeError, "sharded_lookup: ids must be an array, got int"),
         (lambda: find(ids={}), ValueError, "sharded_lookup: ids must hold an array at least for every table, got {}"),
         (lambda: find(table=rows), ValueError, r"sharded_lookup: table must have shape \[V, D\], got"),
+        (lambda: find(table=ids), TypeError, "sharded_lookup: table must be of dtype bfloat16, float16, float32, got"),
+        (lambda: find(placement=wrong), ValueError, "sharded_lookup: placement must be one of 'ranges', 'mod'; got"),
+        (lambda: find(capacity=2.0), TypeError, "sharded_lookup: capacity must be an int of rows or None"),
+        (lambda: find(on_overflow=wrong), ValueError, "sharded_lookup: on_overflow must be one of"),
+        (lambda: find(implementation=wrong), ValueError, "sharded_lookup: implementation must be one of"),
+        (lambda: embedding.rows_needed(ids, 0, group=group), ValueError, "rows_needed: num_rows must be at least 1"),
+        (lambda: embedding.shard_table(rows, 0), ValueError, "shard_table: ranks must be at least 1, got 0"),
+        (
+            lambda: embedding.unshard_table(rows, 2, num_rows=9),
+            ValueError,
+            "unshard_table: table must have 10 rows, num_rows=9 and padding for 2 ranks, got 4",
+        ),
         (lambda: embedding.stacked_ids(1.0, 3), TypeError, "stacked_ids: ids must be an array, got float"),
         (lambda: embedding.stacked_ids(ids, 0), ValueError, "stacked_ids: num_rows must be at least 1, got 0"),
         (lambda: embedding.bag(rows, ids[0]), ValueError, r"bag: rows must have shape \[..., L, D\] for ids"),

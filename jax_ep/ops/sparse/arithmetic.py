@@ -21,7 +21,7 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
     Entries of the same row are added up in float32, as by `coalesce`. `ignored` and `dropped` are sums too.
 
     Args:
-      a, b: pytrees alike, of `SparseRows` with the same `num_rows` and D, N and M entries; and of arrays.
+      a, b: pytrees alike, of `SparseRows` with the same `num_rows`, `shards` and D, N and M entries; and of arrays.
       capacity: C, entries of every sum; default N + M.
       on_overflow: when a sum has more than C ids, as in `coalesce`.
 
@@ -37,6 +37,8 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
             return jnp.add(x, y)
         for name, rows in (("a", x), ("b", y)):
             check_sparse_rows("add", name, rows)
+        if x.shards != y.shards:
+            raise ValueError(f"add: b must have the shards of a, {x.shards}, got {y.shards}")
         if (x.num_rows, x.values.shape[1]) != (y.num_rows, y.values.shape[1]):
             raise ValueError(
                 f"add: b must be of a table of {x.num_rows} x {x.values.shape[1]} as a is, "
@@ -49,7 +51,8 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
         )
         total = added_up("add", SparseRows.from_entries(*entries, num_rows=x.num_rows), capacity, on_overflow)
         ignored = x.ignored + x.count_outside() + y.ignored + y.count_outside()
-        return replace(total, ignored=ignored, dropped=total.dropped + x.dropped + y.dropped, guard=x.guard)
+        dropped = total.dropped + x.dropped + y.dropped
+        return replace(total, ignored=ignored, dropped=dropped, guard=x.guard, shards=x.shards)
 
     return jax.tree.map(sums, a, b, is_leaf=is_sparse_rows)
 

@@ -1,6 +1,7 @@
 """Lookups in embedding tables and their sparse gradients, over `SparseRows`.
 
 A lookup in a table that is sharded over the ranks is a `dispatch` of ids to their owners and a `combine` of their rows.
+`Shards` says who the owners are.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +15,11 @@ from jax.core import Tracer
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.moe.api import combine, run_dispatch
+from jax_ep.ops.moe.settings import validated
+from jax_ep.ops.moe.types import Dispatched
 from jax_ep.ops.sparse.bags import with_shared_rows
+from jax_ep.ops.sparse.placement import Placement, Shards
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 
 T = TypeVar("T")  # a pytree
@@ -37,7 +41,10 @@ class ValueAndGrad(Protocol[Value, Gradient]):
 class Entries(NamedTuple):
     """Rows of a table that a lookup reads on this rank."""
 
-    indices: jax.Array  # [N] row ids; outside the table where none is read
+    places: jax.Array  # [N] where the rows lie in the table of this rank; outside it where none is read
+    indices: jax.Array  # [N] their ids in the whole table
+    num_rows: int  # of the whole table
+    shards: Shards | None
     used: jax.Array  # int32 scalar; entries beyond it are padding
     dropped: jax.Array  # int32 scalar; this rank's ids that found no room at their owners
     rows_of_ids: Callable[[jax.Array], Tree]  # from the rows [N, D] of the entries to the rows that the lookup returns
@@ -63,23 +70,27 @@ def sharded_lookup(
     ids: T,
     *,
     group: Group,
+    placement: Placement = "ranges",
     capacity: int | None = None,
     capacity_factor: float | None = None,
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
 ) -> T:
-    """`lookup` in a table that is sharded over the ranks: rank r holds the rows [r B, (r + 1) B).
+    """`lookup` in a table that is sharded over the ranks, as `shard_table` makes it.
 
     Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
     and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`; the
     gradient is dense; `sparse_value_and_grad(group=...)` has sparse ones.
 
     Args:
-      table: [B, D] bfloat16, float16 or float32; B is the same on all ranks, so pad a table to a multiple of R rows.
+      table: [B, D] bfloat16, float16 or float32, this rank's part; B is the same on all ranks.
       ids: [...] int32 or int64, or a pytree of them; one exchange brings the rows of all. An id outside [0, R B) reads
         zeros.
       group: the open group of the R ranks.
+      placement: which rows a rank has. "ranges": those in [r B, (r + 1) B). "mod": row i lies on rank i mod R at place
+        i div R, which spreads the busy rows where ids are sorted by frequency.
       capacity: C, the ids that an owner has room for. Default: R N for the N ids of each rank, the most there can be.
+        `rows_needed` counts how many a batch needs.
       capacity_factor: instead of `capacity`: C as a multiple of N, as in `dispatch`.
       on_overflow: when an owner would get more than C ids: "raise" (`CapacityError`), or "drop": ids without room read
         zeros.
@@ -96,55 +107,102 @@ def sharded_lookup(
     check_group(op, group)
     options: dict[str, Any] = {"capacity": capacity, "capacity_factor": capacity_factor}
     options |= {"on_overflow": on_overflow, "implementation": implementation}
-    entries = _entries(op, table, ids, group, options)
-    return entries.rows_of_ids(_read(table, entries.indices))
+    entries = _entries(op, table, ids, group, placement, options)
+    return entries.rows_of_ids(_read(table, entries.places))
 
 
-def _entries(op: str, table: jax.Array, ids: Tree, group: Group | None, options: dict[str, Any]) -> Entries:
-    """The rows of one table to read for `ids`, a pytree, and the function that arranges them like `ids`."""
-    check_table(op, table)
-    leaves, structure = jax.tree.flatten(ids)
+def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement = "ranges") -> jax.Array:
+    """The rows that a lookup of all ranks' `ids` asks of each rank. The largest number is the least capacity.
+
+    Called as `sharded_lookup` is, but needs no table. Costs a sort of the ids, and a sum of R numbers over the ranks.
+
+    Args:
+      ids, group, placement: as for `sharded_lookup`.
+      num_rows: V, the height of the whole table.
+
+    Returns:
+      [R] int32, the same on all ranks.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; raised when the function is traced.
+    """
+    op = "rows_needed"
+    check_group(op, group)
+    checks.check_int(op, "num_rows", num_rows)
+    shards = _shards(op, group, -(-num_rows // group.size), placement)
+    owner = _asked(_flat(op, ids), shards)[0]
+    asked = jnp.sum(owner[:, None] == jnp.arange(group.size, dtype=jnp.int32), axis=0, dtype=jnp.int32)
+    return jax.lax.psum(asked, group.axis_name)
+
+
+def _flat(op: str, ids: Tree) -> jax.Array:
+    leaves = jax.tree.leaves(ids)
     if not leaves:
         raise ValueError(f"{op}: ids must hold an array at least for every table, got {ids!r}")
     for x in leaves:
         checks.check_array(op, "ids", x, dtype=INDEX_DTYPES)
-    flat = jnp.concatenate([x.ravel() for x in leaves])
+    return jnp.concatenate([x.ravel() for x in leaves])
+
+
+def _shards(op: str, group: Group, height: int, placement: Placement) -> Shards:
+    checks.check_one_of(op, "placement", placement, Placement)
+    shards = Shards(placement, group.size, height)
+    if shards.num_rows >= 2**31:
+        raise ValueError(f"{op}: table must have fewer than 2**31 rows on all ranks, got {group.size} * {height}")
+    return shards
+
+
+def _asked(ids: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The owner of each different id among `ids` [N], -1 if there is none; its place there; the number of each id."""
+    num_rows = shards.num_rows
+    inside = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows).astype(jnp.int32)
+    asked, number = jnp.unique(inside, size=max(ids.size, 1), fill_value=num_rows, return_inverse=True)
+    owner, place = shards.locate(asked)
+    return jnp.where(asked < num_rows, owner, -1), place, number
+
+
+def _entries(
+    op: str, table: jax.Array, ids: Tree, group: Group | None, placement: Placement, options: dict[str, Any]
+) -> Entries:
+    """The rows of one table to read for `ids`, a pytree, and the function that arranges them like `ids`."""
+    check_table(op, table)
+    flat = _flat(op, ids)
+    leaves, structure = jax.tree.flatten(ids)
 
     def apart(rows: jax.Array) -> Tree:
         parts = jnp.split(rows, np.cumsum([x.size for x in leaves])[:-1])
         return structure.unflatten(y.reshape(*x.shape, y.shape[1]) for x, y in zip(leaves, parts, strict=True))
 
     if group is None:
-        return Entries(flat, jnp.int32(flat.size), jnp.int32(0), apart)
-    found = _entries_at_owners(op, flat, table.shape[0], group, options)
+        return Entries(flat, flat, len(table), None, jnp.int32(flat.size), jnp.int32(0), apart)
+    check_group(op, group)
+    checks.check_array(op, "table", table, dtype=checks.TOKEN_DTYPES)
+    found = _entries_at_owners(op, flat, _shards(op, group, table.shape[0], placement), group, options)
     return found._replace(rows_of_ids=lambda rows: apart(found.rows_of_ids(rows)))
 
 
-def _entries_at_owners(op: str, ids: jax.Array, height: int, group: Group, options: dict[str, Any]) -> Entries:
-    """The rows of this rank's part of the table, of `height` rows, that all ranks' ids [N] name.
+def _entries_at_owners(op: str, ids: jax.Array, shards: Shards, group: Group, options: dict[str, Any]) -> Entries:
+    """The rows of this rank's part of the table that all ranks' ids [N] name.
 
     `rows_of_ids` returns [N, D]. Each rank asks for each row once, so at most R entries name one row.
     """
-    check_group(op, group)
-    num_rows = group.size * height
-    if num_rows >= 2**31:
-        raise ValueError(f"{op}: table must have fewer than 2**31 rows on all ranks, got {group.size} * {height}")
-    inside = jnp.where((ids >= 0) & (ids < num_rows), ids, num_rows).astype(jnp.int32)
-    asked, place = jnp.unique(inside, size=max(ids.size, 1), fill_value=num_rows, return_inverse=True)
-    owner, row = jnp.where(asked < num_rows, asked // height, -1), asked % height
-    halves = jnp.stack([row // _HALF, row % _HALF], axis=1).astype(jnp.float32)
-    given: dict[str, Any] = {"group": group, "implementation": options["implementation"]}
-    sent = dispatch(halves, owner[:, None], num_experts=group.size, **given | options)
+    owner, place, number = _asked(ids, shards)
+    halves = jnp.stack([place // _HALF, place % _HALF], axis=1).astype(jnp.float32)
+    call, operands = validated(op, halves, owner[:, None], None, group=group, num_experts=group.size, **options)
+    sent = run_dispatch(call, *operands)
+    assert isinstance(sent, Dispatched)
     received = jnp.nan_to_num(sent.rows).astype(jnp.int32)
     present = jnp.arange(len(received), dtype=jnp.int32) < sent.group_sizes[0]
-    indices = jnp.where(present, received[:, 0] * _HALF + received[:, 1], height)
+    places = jnp.where(present, received[:, 0] * _HALF + received[:, 1], shards.height)
+    indices = jnp.where(present, shards.ids(jax.lax.axis_index(group.axis_name), places), shards.num_rows)
     failed = jnp.where(jnp.isnan(sent.rows[:, :1]), jnp.nan, 0)  # so that rows are NaN where no id was delivered
 
     def rows_of_ids(rows: jax.Array) -> jax.Array:
-        home = combine(rows + failed.astype(rows.dtype), sent.routing, **given)
-        return home.at[place].get(mode="clip")
+        answers = rows + failed.astype(rows.dtype)
+        home = combine(answers, sent.routing, group=group, implementation=options["implementation"])
+        return home.at[number].get(mode="clip")
 
-    return Entries(indices, sent.group_sizes[0], sent.routing.dropped[0], rows_of_ids)
+    return Entries(places, indices, shards.num_rows, shards, sent.group_sizes[0], sent.routing.dropped[0], rows_of_ids)
 
 
 class Options(TypedDict, total=False):
@@ -152,6 +210,7 @@ class Options(TypedDict, total=False):
 
     has_aux: bool
     group: Group | None
+    placement: Placement
     capacity: int | None
     capacity_factor: float | None
     on_overflow: OnOverflow
@@ -172,6 +231,7 @@ def sparse_value_and_grad(
     *,
     has_aux: bool = False,
     group: Group | None = None,
+    placement: Placement = "ranges",
     capacity: int | None = None,
     capacity_factor: float | None = None,
     on_overflow: OnOverflow = "raise",
@@ -190,13 +250,14 @@ def sparse_value_and_grad(
       loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
       argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
-      group, capacity, capacity_factor, on_overflow, implementation: as in `sharded_lookup`; without a group every rank
-        has the table.
+      group, placement, capacity, capacity_factor, on_overflow, implementation: as in `sharded_lookup`; without a group
+        every rank has the table.
 
     Returns:
       A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
       is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an
-      entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries, of row ids in [0, B).
+      entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries of this rank's rows, by
+      their ids in the whole table; `count` is the number that this rank was asked for and has room for.
       With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
       `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
       the gradient has the structure of `table`, and a table's entries come one array of ids after the other.
@@ -216,13 +277,16 @@ def sparse_value_and_grad(
 
     def value_and_grad(table: Tree, ids: Tree, *args: Any, **keywords: Any) -> tuple[Any, Any]:
         tables, structure = jax.tree.flatten(table)
-        named = [_entries(op, *one, group, options) for one in zip(tables, structure.flatten_up_to(ids), strict=True)]
+        named = [
+            _entries(op, *one, group, placement, options)
+            for one in zip(tables, structure.flatten_up_to(ids), strict=True)
+        ]
 
         def of_rows(rows: list[jax.Array], *args: Any) -> Any:
             looked_up = [entries.rows_of_ids(x) for entries, x in zip(named, rows, strict=True)]
             return loss(structure.unflatten(looked_up), *args, **keywords)
 
-        rows = [_read(one, entries.indices) for one, entries in zip(tables, named, strict=True)]
+        rows = [_read(one, entries.places) for one, entries in zip(tables, named, strict=True)]
         differentiated = jax.value_and_grad(of_rows, argnums=(0, *further), has_aux=has_aux)
 
         def of_tables(rows: list[jax.Array]) -> Any:
@@ -233,8 +297,10 @@ def sparse_value_and_grad(
         run = with_shared_rows(of_tables) if traced else lambda rows: (*of_tables(rows), [None] * len(rows))
         by_row, (value, others), shared = run(rows)
         gradient = structure.unflatten(
-            SparseRows(entries.indices, values, entries.used, len(one), dropped=entries.dropped)._sharing(of_bags)
-            for one, entries, values, of_bags in zip(tables, named, by_row, shared, strict=True)
+            SparseRows(its.indices, values, its.used, its.num_rows, dropped=its.dropped, shards=its.shards)._sharing(
+                of_bags
+            )
+            for its, values, of_bags in zip(named, by_row, shared, strict=True)
         )
         return value, (gradient, *others) if further else gradient
 

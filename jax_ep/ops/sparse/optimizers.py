@@ -111,7 +111,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         return state
 
     def checked(op: str, rows: SparseRows, state: Any, table: Any) -> _Layout:
-        shape = rows.num_rows, rows.values.shape[1]
+        shape = rows.height, rows.values.shape[1]
         structure, types = _state_types(optimizer, *shape)
         leaves, found = jax.tree.flatten(state)
         if found != structure:
@@ -125,12 +125,13 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     def update_one(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
         layout = checked("update", rows, state, table)
         rows = with_different_ids(rows)
+        places = rows.places
 
         def read(x: jax.Array) -> jax.Array:
-            return x.at[rows.indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
+            return x.at[places].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
         def written(x: jax.Array, y: jax.Array) -> jax.Array:
-            return x.at[rows.indices].set(y.astype(x.dtype), mode="drop", indices_are_sorted=True)
+            return x.at[places].set(y.astype(x.dtype), mode="drop", indices_are_sorted=True)
 
         table = None if table is None else read(table).astype(jnp.float32)
         whole, scalars = layout.split(state)
@@ -146,7 +147,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         layout = checked("step", rows, state, table)
 
         def by_xla(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, Any]:
-            updates, state = update_one(SparseRows.from_entries(ids, values, num_rows=rows.num_rows), state, table)
+            updates, state = update_one(SparseRows.from_entries(ids, values, num_rows=rows.height), state, table)
             return apply_updates(table, updates), state
 
         def of_row(operands: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
@@ -158,14 +159,14 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         operands = table, state, rows.values, rows._shared
         table, state, values, shared = without_gradient(_NO_DERIVATIVE, operands)
         if not gemm.pallas_platforms():
-            return by_xla(table, state, rows.masked_indices, values)
+            return by_xla(table, state, rows.places, values)
         try:
             whole, scalars = layout.split(state)
             gradient = jax.ShapeDtypeStruct(table.shape, np.float32)
             function = pallas_kernels.trace_rows(of_row, table.shape[1], [gradient, table, *whole], scalars)
         except NotImplementedError as reason:
             _LOGGER.debug("step: XLA updates the rows of %s, as Pallas does not compile %s", table.shape, reason)
-            return by_xla(table, state, rows.masked_indices, values)
+            return by_xla(table, state, rows.places, values)
 
         def one_by_one(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, *_: Any) -> list[jax.Array]:
             table, state = by_xla(table, state, ids, values)
@@ -175,7 +176,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, shared: Any, scalars: Any, interpret: bool
         ) -> list[jax.Array]:
             ids, order = sorted_with_order(ids.astype(jnp.int32))
-            starts, different, _ = pallas_kernels.runs_of_sorted(ids, rows.num_rows, interpret=interpret)
+            starts, different, _ = pallas_kernels.runs_of_sorted(ids, rows.height, interpret=interpret)
             options: dict[str, Any] = {"order": order, "interpret": interpret}
             if shared is not None:
                 values = shared.rows
@@ -183,7 +184,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             arrays, of_row = [table, *layout.split(state)[0]], function._replace(scalars=scalars)
             return pallas_kernels.update_rows(of_row, arrays, different, values, starts, **options)
 
-        operands = table, state, rows.masked_indices, values, shared, function.scalars
+        operands = table, state, rows.places, values, shared, function.scalars
         table, *whole = by_kernel_on_gpus(at_once, one_by_one)(*operands)
         return table, layout.join(whole, function.results)
 
@@ -227,17 +228,17 @@ def apply_updates(table: T, updates: Tree) -> T:
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
         check_sparse_rows(op, "updates", rows)
-        checks.check_array(op, "table", table, "[V, D] of the gradient", shape=(rows.num_rows, rows.values.shape[1]))
+        checks.check_array(op, "table", table, "[V, D] of the gradient", shape=(rows.height, rows.values.shape[1]))
 
         def forward(ids: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
             table, values = operands
-            added = with_different_ids(SparseRows.from_entries(ids, values, num_rows=rows.num_rows))
+            added = with_different_ids(SparseRows.from_entries(ids, values, num_rows=rows.height))
             return table.at[added.indices].add(added.values.astype(table.dtype), mode="drop", indices_are_sorted=True)
 
         def back(ids: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
             return cotangent, cotangent.at[ids].get(mode="fill", fill_value=0).astype(rows.values.dtype)
 
-        ids, table, values = vary.vary_alike(None, rows.masked_indices, table, rows.values)
+        ids, table, values = vary.vary_alike(None, rows.places, table, rows.values)
         return linear(forward, back, ids, (table, values))
 
     return jax.tree.map(apply, table, updates)

@@ -10,6 +10,7 @@ from jax.experimental.sparse import BCOO
 
 from jax_ep._kit import checks
 from jax_ep._kit.sums import sum_by_ids
+from jax_ep.ops.sparse.placement import Shards
 
 Tree: TypeAlias = Any  # a pytree
 Scalar: TypeAlias = float | jax.Array
@@ -52,10 +53,12 @@ class SparseRows:
       indices: [N] int32 or int64.
       values: [N, D].
       count: int32 scalar. Leading entries that count: N for raw rows, the number of different ids after `coalesce`.
-      num_rows: static; the height of the table.
+      num_rows: static; the height of the table, of all ranks' parts if it is sharded.
       ignored: int32 scalar. Entries that earlier functions ignored, as their ids were not in [0, num_rows).
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
       guard: a constant PRNG key, on which JAX refuses arithmetic.
+      shards: static; how the ranks share the table, if this rank has a part of it, as in the gradient of a sharded
+        lookup. Ids are those of the whole table.
     """
 
     indices: jax.Array
@@ -65,6 +68,7 @@ class SparseRows:
     ignored: jax.Array = dataclasses.field(default_factory=_zero)
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
     guard: jax.Array = dataclasses.field(default_factory=_guard)
+    shards: Shards | None = dataclasses.field(default=None, metadata={"static": True})
     _shared: ClassVar[Shared | None] = None  # of this very object: copies have none
 
     def _sharing(self, shared: Shared | None) -> "SparseRows":
@@ -125,6 +129,17 @@ class SparseRows:
     def masked_indices(self) -> jax.Array:
         """[N]: `indices`, with `num_rows` where an entry stands for no row."""
         return jnp.where(self.present, self.indices, self.num_rows)
+
+    @property
+    def height(self) -> int:
+        """The rows of the table that this rank has."""
+        return self.shards.height if self.shards else self.num_rows
+
+    @property
+    def places(self) -> jax.Array:
+        """[N]: where each row lies in the table that this rank has; `height` where an entry stands for no row."""
+        ids = self.masked_indices
+        return jnp.where(ids < self.num_rows, self.shards.locate(ids)[1], self.height) if self.shards else ids
 
     def count_outside(self) -> jax.Array:
         """int32 scalar: entries among the first `count` whose id is not in [0, num_rows)."""
