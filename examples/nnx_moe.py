@@ -1,10 +1,10 @@
-"""A mixture of experts as a Flax NNX module, trained: scanned and rematerialized layers, FSDP, optax, orbax.
+"""A model of `jax_ep.integrations.nnx.MoeMlp` layers: scanned and rematerialized, with FSDP, optax and orbax.
 
-The mesh has two axes, and the batch is spread over both. Experts are spread over "ep", and every matrix over "fsdp" as
-well, with the optimizer's moments: XLA gathers the matrices of a layer in front of it and scatters their gradients.
+The mesh has two axes, and both shard the batch. "ep" shards the experts. "fsdp" shards every matrix and its moments of
+the optimizer as well.
 
-The group is a plain attribute of the module: no state, so no checkpoint holds it, and it is opened again before one is
-loaded. Modules are made and trained under `jax.set_mesh`, by which Flax places what has an `out_sharding`.
+Checkpoints do not hold the group: open it before you load one. Modules are made and trained under `jax.set_mesh`, by
+which Flax places what has an `out_sharding`.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ep
+from jax_ep.integrations.nnx import MoeAux, MoeMlp
 
 ROWS = P(("fsdp", "ep"))
 VOCABULARY = 256  # bytes
@@ -48,35 +49,6 @@ def matrix(rngs: nnx.Rngs, *shape: int, spec: P) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) / shape[-2] ** 0.5, out_sharding=tuple(spec))
 
 
-class MoeMlp(nnx.Module):
-    """A router and the experts: rows [N, D], spread over the mesh, -> [N, D], and the loss that balances experts."""
-
-    def __init__(self, config: Config, group: jax_ep.Group, rngs: nnx.Rngs):
-        d, f, e = config.d_model, config.d_expert, config.experts
-        self.config, self.group = config, group
-        self.router = matrix(rngs, d, e, spec=P("fsdp"))
-        self.gate = matrix(rngs, e, d, f, spec=P("ep", "fsdp"))
-        self.up = matrix(rngs, e, d, f, spec=P("ep", "fsdp"))
-        self.down = matrix(rngs, e, f, d, spec=P("ep", None, "fsdp"))
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        group, implementation = self.group, self.config.implementation
-
-        def per_device(
-            x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
-            logits = x @ router
-            ids, weights = jax_ep.nn.softmax_top_k(logits, self.config.top_k)
-            balance = jax_ep.nn.balance_loss(logits, ids, axis_name=("fsdp", "ep"))
-            experts = jax_ep.Experts(gate=gate, up=up, down=down)
-            out, _ = jax_ep.moe_mlp(x, ids, weights, experts, group=group, implementation=implementation)
-            return out, balance
-
-        matrices = [each[...] for each in (self.router, self.gate, self.up, self.down)]
-        in_specs = ROWS, P(), P("ep"), P("ep"), P("ep")
-        return jax.shard_map(per_device, mesh=group.mesh, in_specs=in_specs, out_specs=(ROWS, P()))(x, *matrices)
-
-
 # What the backward pass keeps of a layer: what came over the wire, and nothing else.
 remat = nnx.remat(policy=jax.checkpoint_policies.save_only_these_names("jax_ep_dispatch", "jax_ep_combine"))
 
@@ -88,7 +60,16 @@ class Model(nnx.Module):
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})  # the axis of layers is not sharded
         def layers(rngs: nnx.Rngs) -> MoeMlp:
-            return MoeMlp(config, group, rngs)
+            return MoeMlp(
+                config.d_model,
+                config.d_expert,
+                config.experts,
+                config.top_k,
+                group=group,
+                fsdp="fsdp",
+                implementation=config.implementation,
+                rngs=rngs,
+            )
 
         self.config = config
         self.embedding = matrix(rngs, VOCABULARY, config.d_model // config.context, spec=P())
@@ -100,12 +81,12 @@ class Model(nnx.Module):
 
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0), transform_metadata={nnx.PARTITION_NAME: None})
         @remat
-        def block(x: jax.Array, layer: MoeMlp) -> tuple[jax.Array, jax.Array]:
-            out, balance = layer(rms_norm(x))
-            return x + out, balance
+        def block(x: jax.Array, layer: MoeMlp) -> tuple[jax.Array, MoeAux]:
+            out, aux = layer(rms_norm(x))
+            return x + out, aux
 
-        x, balance = block(self.embedding[text].reshape(len(text), -1), self.layers)
-        return rms_norm(x) @ self.head[...], jnp.mean(balance)
+        x, aux = block(self.embedding[text].reshape(len(text), -1), self.layers)
+        return rms_norm(x) @ self.head[...], jnp.mean(aux.balance_loss)
 
 
 def rms_norm(x: jax.Array) -> jax.Array:

@@ -97,11 +97,12 @@ def gated_experts(
     return found if any(bias is not None for bias in biases) else found[:2]
 
 
-def routed(logits: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The best experts of each token, and their softmax."""
+def routed(logits: np.ndarray, top_k: int, score: str = "softmax") -> tuple[np.ndarray, np.ndarray]:
+    """The best experts of each token, and their scores, which add up to 1."""
     ids = np.argsort(-logits, axis=1)[:, :top_k]
     powers = np.exp(np.take_along_axis(logits, ids, axis=1))
-    return ids, powers / powers.sum(axis=1, keepdims=True)
+    scores = powers / (1 + powers) if score == "sigmoid" else powers
+    return ids, scores / scores.sum(axis=1, keepdims=True)
 
 
 def errors(found: Layer, exact: Layer) -> Layer:

@@ -1,4 +1,4 @@
-"""The Flax NNX example: values of its layer, what it keeps and where, and training that goes on from a checkpoint."""
+"""The layer of Flax NNX: values and shards. The example: training that goes on from a checkpoint."""
 
 from pathlib import Path
 from types import ModuleType
@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ep import Group, Implementation
 from jax_ep.__main__ import load
+from jax_ep.integrations.nnx import MoeMlp
+from jax_ep.nn.balance import Score
 
 BATCH, STEPS = 32, 3
 SMALL = {"d_model": 16, "d_expert": 24, "layers": 2, "context": 4}
@@ -33,23 +37,44 @@ def text(step: int) -> np.ndarray:
     return ord("a") + (start + np.arange(SMALL["context"] + 1)) % 26
 
 
-def test_values_of_a_layer(example: ModuleType, implementation: Implementation, rng: helpers.Rng) -> None:
-    config = example.Config(implementation=implementation, **SMALL)
-    x = rng.standard_normal((BATCH, config.d_model)).astype(np.float32)
-    with opened(2, 2) as group, jax.set_mesh(group.mesh):
-        layer = example.nnx.jit(lambda: example.MoeMlp(config, group, example.nnx.Rngs(0)))()
-        out, _ = helpers.fetch(example.nnx.jit(lambda layer, x: layer(x))(layer, x))
-        router, *matrices = (np.asarray(each[...]) for each in (layer.router, layer.gate, layer.up, layer.down))
-    ids, weights = moe_oracle.routed((x @ router).astype(np.float64), config.top_k)
-    expected, _ = moe_oracle.gated_experts(
-        moe_oracle.Layer(*(each[None] for each in (x, weights, *matrices))), ids[None], np.zeros_like(x)[None]
-    )
-    np.testing.assert_allclose(out, expected[0], rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("made", ["eagerly", "in jit"])
+@pytest.mark.matrix(1)
+def test_values_of_a_layer(
+    axis_type: AxisType,
+    score: Score,
+    made: str,
+    implementation: Implementation,
+    rng: helpers.Rng,
+) -> None:
+    mesh = helpers.mesh_of(fsdp=2, ep=2)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * 2)
+    x = rng.standard_normal((8, 4, 16)).astype(np.float32)
+    with Group(mesh, "ep", timeout=30) as group:
+
+        def make() -> MoeMlp:
+            options = {"group": group, "fsdp": "fsdp", "implementation": implementation}
+            return MoeMlp(16, 24, 8, 2, score=score, router_options={"scale": 2.0}, rngs=nnx.Rngs(0), **options)
+
+        layer = nnx.jit(make)() if made == "in jit" else make()
+        parameters = layer.router, layer.gate, layer.up, layer.down
+        assert [each[...].size // each[...].addressable_shards[0].data.size for each in parameters] == [2, 4, 4, 4]
+        placed = jax.device_put(x, NamedSharding(mesh, P("ep")))  # the layer shards it over both axes
+        out, aux = helpers.fetch(nnx.jit(lambda layer, x: layer(x))(layer, placed))
+        router, *matrices = (np.asarray(each[...]) for each in parameters)
+    tokens = x.reshape(1, -1, 16)
+    ids, weights = moe_oracle.routed((tokens[0] @ router).astype(np.float64), 2, score)
+    operands = moe_oracle.Layer(tokens, 2 * weights[None], *(each[None] for each in matrices))
+    expected, _ = moe_oracle.gated_experts(operands, ids[None], np.zeros_like(tokens))
+    np.testing.assert_allclose(out, expected[0].reshape(x.shape), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(aux.load, np.bincount(ids.ravel(), minlength=8))
+    assert aux.dropped == 0
 
 
 def spread(state: Any, example: ModuleType) -> dict[str, int]:
     """For every matrix of the experts and each of its moments, how many shards it has."""
-    leaves = jax.tree_util.tree_leaves_with_path(example.nnx.to_pure_dict(example.nnx.state(state)))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(state)))
     named = {jax.tree_util.keystr(path): x for path, x in leaves}
     return {
         name: x.size // x.addressable_shards[0].data.size
@@ -71,7 +96,7 @@ def test_training_goes_on_from_a_checkpoint(example: ModuleType, tmp_path: Path)
         losses = example.train(state, group, text, more)
         resumed = example.resume(saved, config, group)
         assert example.train(resumed, group, text, more) == losses
-        for found, wanted in zip(*(jax.tree.leaves(example.nnx.state(each)) for each in (resumed, state)), strict=True):
+        for found, wanted in zip(*(jax.tree.leaves(nnx.state(each)) for each in (resumed, state)), strict=True):
             if jax.default_backend() == "gpu" and jnp.issubdtype(found.dtype, jnp.floating):
                 np.testing.assert_allclose(helpers.wide(found), helpers.wide(wanted), rtol=1e-4, atol=1e-6)
             else:
@@ -88,6 +113,6 @@ def test_training_goes_on_from_a_checkpoint(example: ModuleType, tmp_path: Path)
 def test_the_backward_pass_repeats_no_exchange(example: ModuleType) -> None:
     """The layers are one loop: one dispatch forward, and none backward but the exchange of gradients."""
     with opened(2, 2) as group, jax.set_mesh(group.mesh):
-        state = example.nnx.eval_shape(lambda: example.drawn(example.Config(**SMALL), group, 0))
+        state = nnx.eval_shape(lambda: example.drawn(example.Config(**SMALL), group, 0))
         program = example.train_step.lower(*state, jax.ShapeDtypeStruct((BATCH, SMALL["context"] + 1), np.int32))
         assert program.as_text().count("@jax_ep_dispatch(") == 1

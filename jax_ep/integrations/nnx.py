@@ -1,0 +1,126 @@
+"""A mixture of experts as a layer of Flax NNX."""
+
+import math
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from jax_ep.group import Group
+from jax_ep.nn.balance import balance_loss, expert_load, z_loss
+from jax_ep.nn.layers import moe_mlp
+from jax_ep.nn.routers import sigmoid_top_k, softmax_top_k
+from jax_ep.ops.matmul.gated import ActivationName, ClampedSwiglu
+from jax_ep.ops.moe.units import Activation, Experts, Gated
+
+
+class MoeAux(NamedTuple):
+    """What `MoeMlp` returns beside its output, for the tokens of all devices.
+
+    Attributes:
+      balance_loss, z_loss: float32 scalars, to be weighted and added to the loss (`jax_ep.nn`).
+      load: [E] int32, the assignments of each expert.
+      dropped: int32 scalar, the assignments that found no room where `on_overflow="drop"`.
+    """
+
+    balance_loss: jax.Array
+    z_loss: jax.Array
+    load: jax.Array
+    dropped: jax.Array
+
+
+@lru_cache  # the layers of a model share what was compiled
+def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, sharding: NamedSharding) -> jax.stages.Wrapped:
+    """key -> random matrices, the last two axes of `shape`, made in their shards."""
+    return jax.jit(lambda key: jax.random.normal(key, shape, dtype) / math.sqrt(shape[-2]), out_shardings=sharding)
+
+
+class MoeMlp(nnx.Module):
+    """A router and its gated experts: x [B, ..., H] -> [B, ..., H] in x's dtype, and a `MoeAux`.
+
+    The layer takes global arrays and calls `jax.shard_map` itself. B is sharded over all axes of the group's mesh, and
+    each device flattens its part of x to tokens [T, H]. The axes of the mesh may be Auto or Explicit.
+
+    Each parameter is drawn in its shards, inside and outside of `nnx.jit`, so no device ever holds all experts. The
+    group is a plain attribute, not state, so checkpoints do not hold it.
+
+    Args:
+      hidden, width: H, and F, the inner width of an expert.
+      num_experts, top_k: E, a multiple of the group's size, and K.
+      group: the open group. Its ranks divide the experts.
+      fsdp: a mesh axis that shards every matrix by rows, too. XLA gathers the matrices before the layer and scatters
+        their gradients.
+      score: "softmax" or "sigmoid": the router is `jax_ep.nn.softmax_top_k` or `jax_ep.nn.sigmoid_top_k`.
+      router_options: further arguments of the router, such as {"scale": 2.5}.
+      activation: as for `jax_ep.Experts`.
+      param_dtype: of the parameters. The products of the experts are in the dtype of x, the logits in float32.
+      rngs: its stream "params" draws the parameters.
+      options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`.
+
+    Raises:
+      ValueError, TypeError, JaxEpError: as for `jax_ep.moe_mlp`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        group: Group,
+        fsdp: str | None = None,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        router_options: dict[str, Any] | None = None,
+        activation: ActivationName | Activation | ClampedSwiglu | Gated = "silu",
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        self.group, self.top_k = group, top_k
+        self.score: Literal["softmax", "sigmoid"] = score
+        self.activation: ActivationName | Activation | ClampedSwiglu | Gated = activation
+        self.router_options = nnx.static(tuple((router_options or {}).items()))  # hashable, as jit's cache needs
+        self.options = nnx.static(tuple(options.items()))
+        ep = group.axis_name
+
+        def drawn(*shape: int, spec: P) -> nnx.Param:
+            draw = _drawer(shape, jnp.dtype(param_dtype), NamedSharding(group.mesh, spec))
+            return nnx.Param(draw(rngs.params()), out_sharding=tuple(spec), mesh=group.mesh)
+
+        self.router = drawn(hidden, num_experts, spec=P(fsdp))
+        self.gate = drawn(num_experts, hidden, width, spec=P(ep, fsdp))
+        self.up = drawn(num_experts, hidden, width, spec=P(ep, fsdp))
+        self.down = drawn(num_experts, width, hidden, spec=P(ep, None, fsdp))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, MoeAux]:
+        group, axes = self.group, self.group.mesh.axis_names
+        route = sigmoid_top_k if self.score == "sigmoid" else softmax_top_k
+
+        def per_device(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array, MoeAux]:
+            tokens = x.reshape(-1, x.shape[-1])
+            logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
+            ids, weights = route(logits, self.top_k, **dict(self.router_options))
+            out, stats = moe_mlp(tokens, ids, weights, experts, group=group, **dict(self.options))
+            aux = MoeAux(
+                balance_loss(logits, ids, score=self.score, axis_name=axes),
+                z_loss(logits, axis_name=axes),
+                expert_load(ids, logits.shape[1], axis_name=axes),
+                jax.lax.psum(stats.dropped.sum(), axes),
+            )
+            return out.reshape(x.shape), aux
+
+        def placed(x: jax.Array, spec: P) -> jax.Array:  # Auto axes need nothing
+            return jax.sharding.reshard(x, NamedSharding(group.mesh, spec)) if explicit else x
+
+        explicit = group.mesh.are_all_axes_explicit
+        rows, by_expert = P(axes), P(group.axis_name)
+        gate, up, down = (placed(each[...].astype(x.dtype), by_expert) for each in (self.gate, self.up, self.down))
+        experts = Experts(gate=gate, up=up, down=down, activation=self.activation)
+        specs = {"in_specs": (rows, P(), by_expert), "out_specs": (rows, P())}
+        layer = jax.shard_map(per_device, mesh=group.mesh, **specs)
+        out, aux = layer(placed(x, rows), placed(self.router[...], P()), experts)
+        return (placed(out, jax.typeof(x).sharding.spec) if explicit else out), aux
