@@ -1,12 +1,13 @@
-"""The Python blocks of the README and of the docs run as they stand, one after the other, and print what the page says.
+"""The Python blocks of the README, the docs and notebooks run as they stand, one after the other.
 
-A block of text behind a Python block holds what that block prints. Pages that name AxisType.Auto run with Explicit axes,
-too, which `jax.make_mesh` makes by itself.
+A block of text behind a Python block, or the output of a cell, is what that block prints. Pages that name AxisType.Auto
+also run with Explicit axes, which are the default of `jax.make_mesh`.
 """
 
 import contextlib
 import inspect
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,23 @@ import pytest
 from jax_ep import Group
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+
+
+def text_of(page: Path) -> str:
+    """A page; a notebook as the page that has its code and what it prints, without its installation."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    text = ""
+    for cell in json.loads(page.read_text())["cells"]:
+        code = "".join(cell["source"])
+        if cell["cell_type"] == "code" and not code.startswith("%"):
+            text += f"```python\n{code}\n```\n\n"
+            text += "".join("```text\n" + "".join(each["text"]) + "```\n" for each in cell["outputs"])
+    return text
+
+
+FILES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("examples/*.ipynb")]
+TEXTS = {str(path.relative_to(ROOT)): text_of(path) for path in FILES}
 PAGES = [name for name, text in TEXTS.items() if "```python" in text]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
 CASES = [(page, "Auto") for page in PAGES] + [(page, "Explicit") for page in PAGES if "AxisType.Auto" in TEXTS[page]]
@@ -46,3 +63,9 @@ def test_the_blocks_of_a_page_run(page: str, axis_type: str, monkeypatch: pytest
         for group in groups:
             group.close()
     assert groups
+
+
+def test_the_notebook_has_the_example_of_the_readme() -> None:
+    example = BLOCK.search(TEXTS["README.md"])
+    assert example is not None
+    assert example[1] in TEXTS["examples/quickstart.ipynb"]
