@@ -10,7 +10,7 @@ class PeerTimeoutError(JaxEpError):
 
 
 class PeerLostError(JaxEpError):
-    """A peer gave up and told this rank so, closed the group too early, ended, or sends no heartbeats.
+    """A peer gave up on an op, closed the group too early, ended, or sends no heartbeats.
 
     The group has failed: close it and open a new one.
     """

@@ -32,8 +32,8 @@ class Group:
     Use it as a context manager, or call `close()`. Await results before closing.
 
     Args:
-      mesh: the very mesh that `jax.shard_map` runs over: the same axes and devices, in the same order. Other axes raise
-        when an op is traced, devices in another order when its kernels are lowered.
+      mesh: the mesh of `jax.shard_map`: the same axes and devices, in the same order. Other axes raise an error when an
+        op is traced, devices in another order when its kernels are lowered.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
       across_nodes: if True, the axes before the last one cross *nodes*: kernels exchange along the last axis, XLA's

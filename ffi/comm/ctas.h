@@ -27,8 +27,8 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
   return static_cast<Status>(coop.broadcast(status));
 }
 
-// The members of an op are the CTAs that take part in its barriers: all CTAs that begin before the first ones stop
-// waiting for more. If another kernel holds SMs, the other CTAs may start only after the members have ended, so no
+// The members of an op are the CTAs that take part in its barriers: those that have started by the time the earliest
+// one stops waiting. If another kernel holds SMs, the other CTAs may start only after the members have ended, so no
 // member may wait for them.
 
 // How long the first CTAs wait for the others, which usually begin within a microsecond. Tuned with `residency`. CPU

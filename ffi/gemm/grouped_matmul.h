@@ -60,7 +60,7 @@ struct GroupedMatmul {
   Gathered gathered;
   bool rhs_is_k_by_n;   // each matrix of rhs is stored [k, n] rather than [n, k]
   int m, n, k, groups;  // m-grouped: m is that of all groups; k-grouped: k is
-  int columns;          // of the array that holds gate (or up): n; 2 n if one array holds both, gate first
+  int columns;          // row length of `rhs`: n, or 2 n if gate and up are concatenated (gate first)
 
   int source_rows;               // of the array whose rows are gathered
   const int32_t* indices;        // m-grouped [m], k-grouped [k]

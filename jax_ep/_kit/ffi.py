@@ -183,7 +183,7 @@ def library(platform: str) -> ModuleType:
 
 class _Result(NamedTuple):
     name: str
-    updates: bool  # begins as the last operand, and is of its type; then dtype and shape are empty
+    updates: bool  # aliases the last operand and has its dtype and shape; `dtype` and `shape` here are then empty
     dtype: str
     shape: tuple[int, ...]
     replicated: bool  # the same on all ranks

@@ -29,7 +29,7 @@ def linear(
 ) -> _Out:
     """forward(residuals, operands), linear in the operands.
 
-    Differentiable in residuals and operands as often as both functions are.
+    It can be differentiated in residuals and operands, to any order that `forward` and `transpose` support.
 
     Args:
       transpose: (residuals, cotangent of the result) -> cotangents of `operands`, alike in structure.

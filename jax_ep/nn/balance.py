@@ -36,7 +36,7 @@ def balance_loss(
     """E times the sum over experts of (fraction of the assignments) * (mean probability): 1 when both are even.
 
     The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
-    It is no mean over tokens: the loss of a whole batch needs `axis_name`. A mean over the losses of ranks asks
+    It is not a mean over tokens: the loss of a whole batch needs `axis_name`. A mean over the losses of ranks asks
     each rank to be even, and a mean over sequences (`jax.vmap`) each sequence.
 
     Args:
@@ -107,7 +107,7 @@ class LoadStats(NamedTuple):
 
 
 def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
-    """How even a load [E] is over the experts; or, with `ranks`, over the ranks that own E / ranks neighbours each."""
+    """How even a load [E] is over the experts; or, with `ranks`, over ranks of E / ranks neighbouring experts each."""
     op = "load_stats"
     _check_load(op, load)
     load = load.astype(jnp.float32)

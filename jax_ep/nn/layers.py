@@ -36,11 +36,11 @@ def moe_mlp(
 ) -> tuple[jax.Array, MoeStats]:
     """A mixture of MLPs: each token's weighted sum of (activation(x gate_e) * (x up_e)) down_e over its experts e.
 
-    Called on every rank, inside `jax.shard_map` over the group's axis, with the matrices of the rank's own experts:
-    rank r owns experts [r E/R, (r + 1) E/R). Differentiable in `tokens`, `weights`, all matrices and biases, and in
-    what an activation of the user's closes over. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020; shared
-    experts: DeepSeekMoE, 2024.) The forward pass keeps, for the backward pass, the rows and the products by
-    gate and up, each once.
+    Call it on every rank, inside `jax.shard_map` over the group's axis, with the matrices of the rank's own experts:
+    rank r owns experts [r E/R, (r + 1) E/R). It is differentiable in `tokens`, `weights`, all matrices and biases, and
+    in what the activation closes over. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020; shared
+    experts: DeepSeekMoE, 2024.) The forward pass saves the rows and the products with gate and up, each once, for the
+    backward pass.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
@@ -55,13 +55,14 @@ def moe_mlp(
       shared_experts: `Experts` that every token visits: one MLP, with matrices [H, S], [H, S], [S, H] and biases [S],
         [S], [H] in the dtype of `tokens`, the same on all ranks. Concatenate several along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
-      product: instead of `jax_ep.lax.ragged_dot`: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'],
+      product: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'] that replaces `jax_ep.lax.ragged_dot`,
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis
         counts the rank's experts. Rows after the last group are zero, and their products are ignored.
-      shared_tokens: all ranks have the same tokens, ids and weights, as when they serve one batch: they go into
-        `jax.shard_map` by `P()`, and so may the result. Each rank multiplies the rows of its own experts, and the sums
-        are added over the ranks (`jax.lax.psum`). An even load is then T * K / R rows. Excludes `wire`.
-        In the statistics `dropped` counts assignments to this rank's experts; `invalid` is counted on rank 0.
+      shared_tokens: all ranks have the same tokens, ids and weights, for example when they serve one batch. The
+        `in_specs` of these are `P()`, and the `out_specs` of the result may be `P()`, too. Each rank multiplies the
+        rows of its own experts, and `jax.lax.psum` adds the sums of the ranks. An even load is then T * K / R rows.
+        Excludes `wire`. In the statistics `dropped` counts assignments to this rank's experts; rank 0 counts
+        `invalid`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
     | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |

@@ -54,7 +54,7 @@ def plan_replicas(
     groups: int | None = None,
     previous: ReplicaPlan | None = None,
 ) -> ReplicaPlan:
-    """A greedy plan (after EPLB of DeepSeek, 2025): of the same arguments every process makes the same one.
+    """A greedy plan (after EPLB of DeepSeek, 2025). Every process makes the same plan from the same arguments.
 
     First every expert has one replica. Each further slot goes to the expert whose replicas are busiest; of equally busy
     ones, to the expert with the fewest. Then replicas are packed, the busiest first, each into the least busy rank with
@@ -147,10 +147,10 @@ def _in_place(new: list[int], had: np.ndarray) -> list[int]:
 
 
 def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Tree:
-    """The matrices [S / R, ...] of this rank's slots. Called on every rank, in `jax.shard_map`, with its own experts.
+    """The matrices [S / R, ...] of this rank's slots. Call it on every rank, in `jax.shard_map`, with its own experts.
 
-    A matrix goes once to each slot. The gradients of its replicas come home, are added up in float32 in the order of
-    the slots, and rounded once. (`lb_prefetch_weights` and `lb_reduce_grads` of DeepEP V2.5.)
+    A matrix goes once to each slot. The owner adds up the gradients of its replicas in float32, in the order of the
+    slots, and rounds once. (`lb_prefetch_weights` and `lb_reduce_grads` of DeepEP V2.5.)
 
     Args:
       experts: any pytree of arrays [E / R, ...], such as `jax_ep.Experts`; rank r owns experts [r E/R, (r + 1) E/R).

@@ -56,7 +56,7 @@ def softmax_top_k(
       logits: [T, E] bfloat16, float16 or float32.
       groups, top_groups, best_of_group: as for `sigmoid_top_k`; DeepSeek-V2 has a group per device.
       renormalize: the weights are divided by their sum, which is then 1. Otherwise they are the probabilities.
-      scale: what the weights are multiplied by in the end.
+      scale: a factor of the resulting weights.
       ids: [T, K] integers, chosen earlier: they replace the router's choice (router replay, R3: Ma et al., 2025).
         Weights and their gradients come from the current logits. -1, for a slot that was not captured, is no expert:
         its weight is 0, and the others share the sum. Other ids outside [0, E) stay, with weight 0. Where no slot of a
@@ -91,7 +91,7 @@ def sigmoid_top_k(
         `top_groups` best groups only. If each node of GPUs owns one group, a token goes to at most `top_groups` nodes.
       best_of_group: a group is as good as the sum of its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2), or
         of all if it has fewer.
-      scale: what the weights are multiplied by in the end.
+      scale: a factor of the resulting weights.
       ids, mask: as for `softmax_top_k`.
     """
     op = "sigmoid_top_k"

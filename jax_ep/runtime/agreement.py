@@ -3,8 +3,8 @@
 Kernels compare their calls by themselves. XLA's collectives between CPU processes (gloo) do not: if sizes differ, they
 end the processes; if sizes are equal, they misread the bytes. Therefore the ranks first exchange a description of the
 call, which has the same size for all ops. If descriptions differ, all ranks of all processes raise and exchange
-nothing. The gradient of an op is a call of its own. Between nodes, calls also mark where this process is (`progress`);
-on GPUs they do no more, as a check would cost a collective and a look of the host at each op.
+nothing. The gradient of an op is a separate call. Between nodes, calls also mark where this process is (`progress`).
+On GPUs they do nothing more, because comparing calls would need a collective and a host sync per op.
 """
 
 import hashlib

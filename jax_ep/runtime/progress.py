@@ -20,7 +20,7 @@ class Marks(NamedTuple):
 
 
 class Progress:
-    """The marks of this process: of the rank that has begun most ops, and the op to which all of its ranks have ended.
+    """The marks of this process: how many ops its furthest rank has begun, and the last op that all its ranks ended.
 
     Args:
       read: `NativeGroup.marks`.

@@ -58,9 +58,9 @@ def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
 def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool | None, timeout: Deadline) -> bool:
     """Whether a group along `axis_name` crosses nodes.
 
-    `wanted` decides if it is given. Otherwise a group crosses nodes if some line along all axes has several nodes, and
-    every line along the last axis has one. With `wanted=None`, several axes and GPUs of several processes, every
-    process must call it: it waits for all.
+    `wanted` decides if it is given. Otherwise a group crosses nodes if the devices along all axes span several nodes,
+    while those along the last axis never do. With `wanted=None`, several axes and GPUs of several processes, every
+    process must call this function, which waits for all of them.
 
     Raises:
       TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.

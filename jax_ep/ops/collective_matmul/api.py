@@ -32,16 +32,16 @@ def matmul_all_reduce(
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """The sum over ranks of each one's `lhs @ rhs`, on every rank: `psum(lhs @ rhs)`.
+    """The sum of all ranks' `lhs @ rhs`, on every rank: `psum(lhs @ rhs)`.
 
-    Called on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to
+    Call it on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to
     `preferred_element_type`, and summed in float32 in rank order by one rank per row: all ranks get the same bits, on
     every run. With `check_vma` the result does not vary over the axis, and gradients are as for
     `jax.lax.psum`. Cotangents are rounded to the dtype of the operands.
 
     Args:
       lhs: [M, K] bfloat16, float16 or float32, not empty: this rank's columns of the left operand.
-      rhs: [K, N] of the same dtype, not empty: this rank's rows of the right one.
+      rhs: [K, N] of the same dtype, not empty: this rank's rows of the right operand.
       group: the open group of the ranks.
       bias: [N] bfloat16, float16 or float32, added once to every row of the sum, or None; the same on all ranks.
       preferred_element_type: the dtype of `lhs`, which is the default, or float32.
@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """The sum of the ranks' `lhs @ rhs`, of which each rank has a part: `psum_scatter(lhs @ rhs, tiled=True)`.
 
-    Arguments, errors and sums as for `matmul_all_reduce`; M must be a multiple of the group's size R.
+    Arguments, errors and sums are those of `matmul_all_reduce`; M must be a multiple of the group's size R.
 
     Returns:
       [M / R, N] of `preferred_element_type`: rows [r M / R, (r + 1) M / R) of the sum on rank r.
@@ -88,7 +88,7 @@ def all_gather_matmul(
 ) -> jax.Array:
     """The rows of all ranks times this rank's matrix: `all_gather(lhs, tiled=True) @ rhs`.
 
-    Arguments and errors as for `matmul_all_reduce`, but that `bias` belongs to this rank's columns.
+    Arguments and errors are those of `matmul_all_reduce`, except that `bias` belongs to this rank's columns.
 
     Returns:
       [R M, N] of `preferred_element_type`, for a group of R ranks.

@@ -64,7 +64,7 @@ def ragged_dot(
     lhs_indices: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """`jax.lax.ragged_dot`, on GPUs by kernels of ours.
+    """`jax.lax.ragged_dot`, with kernels of jax_ep on GPUs.
 
     Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. With
     `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows as they load them, on Hopper for 1 to 7 % of
@@ -136,12 +136,12 @@ def ragged_dot_general(
     group_offset: jax.Array | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
-    """`jax.lax.ragged_dot_general`, on GPUs by the kernels of `ragged_dot` where the table has the dimension numbers.
+    """`jax.lax.ragged_dot_general`, with the kernels of `ragged_dot` on GPUs if the table has the dimension numbers.
 
     | `lhs` | `rhs` | contracted dimensions | result |
     |---|---|---|---|
     | [M, K] | [G, K, N] | 1 and 1, as `ragged_dot` | [M, N] |
-    | [M, K] | [G, N, K] | 1 and 2: matrices transposed, of which no copy is made | [M, N] |
+    | [M, K] | [G, N, K] | 1 and 2: transposed matrices, without a copy | [M, N] |
     | [M, K] | [M, N] | 0 and 0, over the rows of each group | [G, K, N] |
 
     The gradients of the three are made of the three (`jax.lax` has none of the last). Other forms are JAX's.

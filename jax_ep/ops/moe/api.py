@@ -92,19 +92,19 @@ def dispatch(
 ) -> Dispatched[Any] | Unexpanded[Any]:
     """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
 
-    Called on every rank, inside `jax.shard_map` over the group's axis. Each token crosses the wire once per rank,
-    however many of its experts live there (as in DeepEP). Differentiable in `tokens` and `weights`.
+    Call it on every rank, inside `jax.shard_map` over the group's axis. Each token crosses the wire once per rank,
+    however many of its experts live there (as in DeepEP). It is differentiable in `tokens` and `weights`.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
-      expert_ids: [T, K] integers in [0, num_experts); -1 is no expert. Any other is skipped, and counted in
+      expert_ids: [T, K] integers in [0, num_experts); -1 is no expert. Other ids are skipped, and counted in
         `routing.invalid`.
       weights: [T, K] floats for `combine`, which takes them as float32, or None for 1.
       group: the open group of the ranks.
       num_experts: E, a multiple of the group's size R.
       capacity: C, the rows that a rank can receive, a multiple of `alignment`. Default: R * T * min(K, E / R) rows
         plus the padding of every expert. No dispatch needs more if no token names an expert twice.
-      capacity_factor: instead of `capacity`: C as a multiple of the even load, which is T * K rows; rounded up to a
+      capacity_factor: replaces `capacity`: C as a multiple of the even load, which is T * K rows; rounded up to a
         multiple of `alignment` and limited to the default.
       alignment: every expert's segment is padded with zero rows to a multiple of this number. The assignments of all
         ranks and the padding must be fewer than 2^31. The cotangent of a padding row is 0, but a function with an
@@ -115,7 +115,7 @@ def dispatch(
         straight through the rounding. "float8_rows": rows arrive as `Float8Rows`, for a product in float8, and have no
         gradient.
       expand: if False, a rank stores a token once, even if several of the rank's experts have it. `indices` [C] says
-        which of `rows` is each row of the products, -1 for zeros: `jax_ep.lax.ragged_dot(rows, ...,
+        which of `rows` each row of the products is, and -1 is a row of zeros: `jax_ep.lax.ragged_dot(rows, ...,
         lhs_indices=indices)`. In one node with R * T < C, token t of rank s is row s * T + t, and rows of tokens
         without an expert here hold anything; on one GPU `rows` is `tokens`, without `wire` and if nothing can overflow.
         With nodes, or R * T >= C, rows are expanded, and `indices` is arange(C).

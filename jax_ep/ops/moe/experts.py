@@ -1,19 +1,19 @@
 """The experts between a dispatch and a combine, forward, and their one derivative.
 
-Forward: dispatch, the products by gate and up, the unit, the product by down, combine. Backward: five products and two
-exchanges. The forward pass keeps the dispatched rows, their routing, and the products by gate and up, with
-their biases. The backward pass
-computes the unit again. A matrix in float8 has no gradient.
+Forward: dispatch, the products with gate and up, the unit, the product with down, combine. Backward: five products and
+two exchanges. The forward pass saves the dispatched rows, their routing, and the products with gate and up, including
+their biases. The backward pass computes the unit again. A matrix in float8 has no gradient.
 
-The product by down is not kept. Combine weighs its rows, so the backward pass may apply a row's weight w to either
-factor of each product. Let x be the row's left operand, M the matrix and c the row's cotangent before weighing. Then
+The forward pass does not save the product with down. Combine only scales its rows, so the backward pass can scale
+either factor of each product by a row's weight w instead. Let x be the row's left operand, M the matrix and c the
+row's cotangent before it is scaled. Then
 - the cotangent of x is w (c M^T);
 - the cotangent of M is the sum of (w x)^T c;
 - the cotangent of w is (x M) c = x (c M^T), plus b c if the product has a bias b.
 So all elementwise work has F columns instead of H (SonicMoE: Guo et al., 2025, for the cotangent of w).
 
-JAX differentiates the plain chain of these ops instead if the layer spans several nodes, runs in plain jax.lax, weighs
-its inputs, or has products of the user's.
+JAX differentiates the plain chain of these ops instead if the layer spans several nodes, runs in plain jax.lax, scales
+its inputs, or has a `product` function.
 """
 
 import dataclasses

@@ -207,10 +207,10 @@ class NodeRouting(Routing):
 
 
 class MoeStats(NamedTuple):
-    """What a layer counted. Under `jax.shard_map` it goes out by `P(axis_name)`: all experts, and one count per rank.
+    """What a layer counted. The `out_specs` of `jax.shard_map` are `P(axis_name)`: all experts, and one count per rank.
 
     Attributes:
-      counts: [E / R] int32. Assignments of every rank to each expert of this one, before drops.
+      counts: [E / R] int32. For each expert on this rank: how many assignments all ranks sent it, before drops.
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
     """
@@ -221,7 +221,7 @@ class MoeStats(NamedTuple):
 
 
 class Dispatched(NamedTuple, Generic[RowsT]):
-    """What `dispatch` returns. To a type checker `Dispatched[jax.Array]`, or `Dispatched[Float8Rows]`.
+    """What `dispatch` returns. Type checkers see `Dispatched[jax.Array]` or `Dispatched[Float8Rows]`.
 
     Attributes:
       rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". Ordered by local expert, then
@@ -239,7 +239,7 @@ class Dispatched(NamedTuple, Generic[RowsT]):
 
 
 class Unexpanded(NamedTuple, Generic[RowsT]):
-    """What `dispatch(expand=False)` returns. To a type checker generic in its rows, as `Dispatched`.
+    """What `dispatch(expand=False)` returns. Type checkers see it as generic in its rows, like `Dispatched`.
 
     Attributes:
       rows: [M, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". The rows that `indices` names

@@ -42,11 +42,11 @@ class Experts:
       up: [E / R, H, F], as `gate`. None: `gate` holds both matrices, [E / R, H, 2 F] with gate in front.
       down: [E / R, F, H], as `gate`.
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
-        None; added to the products.
-      activation: static. "silu", "gelu" (by tanh) or "relu", for the functions of `jax.nn`; an elementwise function
-        that is smooth at 1, which it gets in rows without a token; or, of both products, `ClampedSwiglu()`, its name
-        "clamped_swiglu", or `Gated(function)`. Functions are compared by identity: define yours once, or `jax.jit`
-        compiles again.
+        None. They are added to the products.
+      activation: static. "silu", "gelu" (by tanh) or "relu", the functions of `jax.nn`; an elementwise function
+        that is smooth at 1, the value that it gets in rows without a token; or a function of both products:
+        `ClampedSwiglu()`, its name "clamped_swiglu", or `Gated(function)`. Functions are compared by identity: define a
+        function once, or `jax.jit` compiles again.
     """
 
     gate: PyTree

@@ -33,7 +33,7 @@ def sparse_all_reduce(
 ) -> SparseRows:
     """Adds up the sparse rows of all ranks: sorted different ids, each with the sum of its entries.
 
-    Called on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
+    Call it on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
     ranks hold it, and sends each of its own rows at most once to each other rank, which is the minimum for a replicated
     result. Sums are in float32: over the entries of a rank in order, 32 by 32, then over ranks in order. So the bits
     are the same on every rank and in every run. Differentiable in `rows.values`.

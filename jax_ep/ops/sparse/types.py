@@ -24,7 +24,7 @@ def _zero() -> jax.Array:
 
 
 def _guard() -> jax.Array:
-    """Of a type that orbax and `jax.export` can write."""
+    """Returns a PRNG key, because orbax and `jax.export` can write keys, and arithmetic on keys raises."""
     return jax.random.wrap_key_data(jnp.zeros(2, jnp.uint32), impl="threefry2x32")
 
 
@@ -54,7 +54,7 @@ class SparseRows:
       values: [N, D].
       count: int32 scalar. Leading entries that count: N for raw rows, the number of different ids after `coalesce`.
       num_rows: static; the height of the table, of all ranks' parts if it is sharded.
-      ignored: int32 scalar. Entries that earlier functions ignored, as their ids were not in [0, num_rows).
+      ignored: int32 scalar. Entries that earlier functions ignored, because their ids were not in [0, num_rows).
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
       guard: a constant PRNG key, on which JAX refuses arithmetic.
       shards: static; how the ranks share the table, if this rank has a part of it, as in the gradient of a sharded
@@ -109,7 +109,7 @@ class SparseRows:
         return cls.from_entries(matrix.indices[:, 0], matrix.data, num_rows=matrix.shape[0])
 
     def to_bcoo(self) -> BCOO:
-        """As a BCOO matrix of shape [num_rows, D]; padding has the index `num_rows`, which BCOO ignores."""
+        """Returns a BCOO matrix of shape [num_rows, D]; padding has the index `num_rows`, which BCOO ignores."""
         self.check("SparseRows.to_bcoo")
         values = jnp.where(self.present[:, None], self.values, 0)
         shape = (self.num_rows, self.values.shape[1])
