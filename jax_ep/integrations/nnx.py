@@ -2,15 +2,16 @@
 
 import math
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from jax_ep._kit import checks
 from jax_ep.group import Group
-from jax_ep.nn.balance import balance_loss, expert_load, z_loss
+from jax_ep.nn.balance import Score, balance_loss, expert_load, z_loss
 from jax_ep.nn.layers import moe_mlp
 from jax_ep.nn.routers import sigmoid_top_k, softmax_top_k
 from jax_ep.ops.matmul.gated import ActivationName, ClampedSwiglu
@@ -73,15 +74,18 @@ class MoeMlp(nnx.Module):
         *,
         group: Group,
         fsdp: str | None = None,
-        score: Literal["softmax", "sigmoid"] = "softmax",
+        score: Score = "softmax",
         router_options: dict[str, Any] | None = None,
         activation: ActivationName | Activation | ClampedSwiglu | Gated = "silu",
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        checks.check_one_of("MoeMlp", "score", score, Score)
+        if num_experts % group.size:
+            raise ValueError(f"MoeMlp: num_experts must be a multiple of the {group.size} ranks, got {num_experts}")
         self.group, self.top_k = group, top_k
-        self.score: Literal["softmax", "sigmoid"] = score
+        self.score: Score = score
         self.activation: ActivationName | Activation | ClampedSwiglu | Gated = activation
         self.router_options = nnx.static(tuple((router_options or {}).items()))  # hashable, as jit's cache needs
         self.options = nnx.static(tuple(options.items()))

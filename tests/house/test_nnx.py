@@ -72,6 +72,12 @@ def test_values_of_a_layer(
     assert aux.dropped == 0
 
 
+@pytest.mark.parametrize(("experts", "score", "message"), [(7, "softmax", "num_experts"), (8, "tanh", "score")])
+def test_arguments_are_checked(experts: int, score: Score, message: str) -> None:
+    with opened(1, 2) as group, pytest.raises(ValueError, match=f"MoeMlp: {message}"):
+        MoeMlp(16, 24, experts, 2, group=group, score=score, rngs=nnx.Rngs(0))
+
+
 def spread(state: Any, example: ModuleType) -> dict[str, int]:
     """For every matrix of the experts and each of its moments, how many shards it has."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(state)))
