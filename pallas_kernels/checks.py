@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+FLOATS = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
+
 
 def check_array(
     op: str, name: str, x: Any, layout: str, kinds: tuple[Any, ...], shape: tuple[int, ...] | None = None

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
-from jax_ep.pallas_kernels.varying import result_type, vary_alike
+from jax_ep.pallas_kernels.varying import vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
 
@@ -94,19 +95,20 @@ def grouped_matmul(
     Raises:
       ValueError, TypeError: an argument is wrong.
     """
-    _check_array("lhs", lhs, 2, "[M, K]")
-    _check_array("group_sizes", group_sizes, 1, "[G]")
+    op = "grouped_matmul"
+    check_array(op, "lhs", lhs, "[M, K]", FLOATS)
+    check_array(op, "group_sizes", group_sizes, "[G]", (np.integer,))
     layout = "[G, N, K]" if transpose_rhs else "[G, K, N]"
     for i, matrix in enumerate(rhs):
-        _check_array(f"rhs[{i}]", matrix, 3, layout)
+        check_array(op, f"rhs[{i}]", matrix, layout, FLOATS)
         if matrix.shape != rhs[0].shape or matrix.shape[0] != group_sizes.shape[0]:
-            raise ValueError(f"rhs must be {layout} alike, with G = {group_sizes.shape[0]}, got {matrix.shape}")
+            raise ValueError(f"{op}: rhs must be {layout} alike, with G = {group_sizes.shape[0]}, got {matrix.shape}")
         if matrix.shape[2 if transpose_rhs else 1] != lhs.shape[1]:
-            raise ValueError(f"rhs must be {layout} with K = {lhs.shape[1]}, got {matrix.shape}")
+            raise ValueError(f"{op}: rhs must be {layout} with K = {lhs.shape[1]}, got {matrix.shape}")
     if len(rhs) != (1 if unit is None else 2):
-        raise ValueError(f"rhs must be two matrices with a unit, otherwise one, got {len(rhs)}")
+        raise ValueError(f"{op}: rhs must be two matrices with a unit, otherwise one, got {len(rhs)}")
     if keep_products and unit is None:
-        raise ValueError("keep_products must be false where unit is None, got True")
+        raise ValueError(f"{op}: keep_products must be false where unit is None, got True")
     groups = group_sizes.shape[0]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
@@ -124,9 +126,9 @@ def grouped_matmul(
         tiling=tiling,
         shape=(rows, columns, depth),
     )
-    result = result_type((rows, columns), dtype or lhs.dtype, lhs)
-    grid = (pl.cdiv(columns, tiling.columns), tiles)
-    return _call(body, grid, tiling, [result] * (3 if keep_products else 1), interpret, lhs, *rest)
+    results = [jax.ShapeDtypeStruct((rows, columns), dtype or lhs.dtype)] * (3 if keep_products else 1)
+    grid, params = (pl.cdiv(columns, tiling.columns), tiles), compiler_params(tiling.warps, tiling.stages)
+    return tuple(call_kernel(body, op, grid, (lhs, *rest), results, params, interpret))
 
 
 def grouped_outer(
@@ -145,9 +147,13 @@ def grouped_outer(
 
     Arguments as for `grouped_matmul`; each operand may be gathered, and the default tiling is `outer_tiling`.
     """
-    _check_array("lhs", lhs, 2, "[M, K]")
-    _check_array("rhs", rhs, 2, "[M, N]")
-    _check_array("group_sizes", group_sizes, 1, "[G]")
+    op = "grouped_outer"
+    for name, x, layout, kinds in (
+        ("lhs", lhs, "[M, K]", FLOATS),
+        ("rhs", rhs, "[M, N]", FLOATS),
+        ("group_sizes", group_sizes, "[G]", (np.integer,)),
+    ):
+        check_array(op, name, x, layout, kinds)
     groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
     lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
     total = lists[0].shape[0] if lists else total
@@ -162,30 +168,9 @@ def grouped_outer(
         shape=(rows, columns),
     )
     grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
-    result = result_type((groups, rows, columns), dtype or lhs.dtype, lhs)
-    return _call(body, grid, tiling, [result], interpret, lhs, *rest)[0]
-
-
-def _check_array(name: str, x: Any, ndim: int, layout: str) -> None:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if x.ndim != ndim:
-        raise ValueError(f"{name} must have shape {layout}, got {x.shape}")
-
-
-def _call(
-    body: Any, grid: tuple[int, ...], tiling: Tiling, results: list[Any], interpret: bool, *operands: jax.Array
-) -> Any:
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        body,
-        out_shape=tuple(results),
-        grid=grid,
-        in_specs=[anywhere] * len(operands),
-        out_specs=tuple([anywhere] * len(results)),
-        compiler_params=triton.CompilerParams(num_warps=tiling.warps, num_stages=tiling.stages),
-        interpret=interpret,
-    )(*operands)
+    result = jax.ShapeDtypeStruct((groups, rows, columns), dtype or lhs.dtype)
+    params = compiler_params(tiling.warps, tiling.stages)
+    return call_kernel(body, op, grid, (lhs, *rest), [result], params, interpret)[0]
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:

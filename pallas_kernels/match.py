@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
 from jax_ep.pallas_kernels.checks import check_array
-from jax_ep.pallas_kernels.varying import result_type, vary_alike
+from jax_ep.pallas_kernels.varying import vary_alike
 
 BLOCK = 128  # ids of a program, one a thread: steps wait for memory
 
@@ -43,17 +43,9 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
 
 
 def _places(interpret: bool, union: jax.Array, ids: jax.Array) -> jax.Array:
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        _search,
-        out_shape=result_type(ids.shape, np.int32, ids),
-        grid=(pl.cdiv(ids.shape[0], BLOCK),),
-        in_specs=[anywhere, anywhere],
-        out_specs=anywhere,
-        compiler_params=triton.CompilerParams(num_warps=4),
-        interpret=interpret,
-        name="places_in_sorted",
-    )(union, ids)
+    grid, result = (pl.cdiv(ids.shape[0], BLOCK),), jax.ShapeDtypeStruct(ids.shape, np.int32)
+    params = compiler_params(4)
+    return call_kernel(_search, "places_in_sorted", grid, (union, ids), [result], params, interpret)[0]
 
 
 def _search(union: Any, ids: Any, places: Any) -> None:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.call import compiler_params
 from jax_ep.pallas_kernels.varying import result_type
 
 BLOCK = 128  # values that share a float32 scale
@@ -62,7 +62,7 @@ def _quantize_part(matrices: jax.Array, first: int, count: int, interpret: bool)
         grid=(count, k // BLOCK),
         in_specs=[pl.BlockSpec((None, BLOCK, BLOCK), source)],
         out_specs=(result(BLOCK, BLOCK), result(1, 1)),
-        compiler_params=triton.CompilerParams(num_warps=8),
+        compiler_params=compiler_params(8),
         interpret=interpret,
     )(matrices)
 

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jax_ep.pallas_kernels.checks import check_array
+from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
-from jax_ep.pallas_kernels.varying import result_type, vary_alike
+from jax_ep.pallas_kernels.varying import vary_alike
 
 MOST_EXPERTS = 8192  # that the registers of a program hold, each group padded to a power of two
 MOST_TOP_K = 64  # each further expert takes as long as the one before, so a sort is faster above this
-_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 _LEAST = -(2**31)  # below the key of every score
 _NONE = 2**31 - 1  # above every index
 
@@ -160,7 +159,7 @@ def best_groups(
 
 
 def _checked(op: str, name: str, x: Any, groups: Groups) -> _Layout:
-    check_array(op, name, x, "[T, E]", _DTYPES)
+    check_array(op, name, x, "[T, E]", FLOATS)
     experts = x.shape[1]
     if groups.total < 1 or experts < 1 or experts % groups.total:
         raise ValueError(f"{op}: groups.total must divide the {experts} experts, got {groups.total}")
@@ -194,17 +193,9 @@ def _call(
     def named(*refs: Any) -> None:
         body(dict(zip(("scores", *names, *results), refs, strict=True)), rows=tiling.tokens)
 
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        named,
-        out_shape=[result_type((tokens, width), dtype, scores) for width, dtype in results.values()],
-        grid=(pl.cdiv(tokens, tiling.tokens),),
-        in_specs=[anywhere] * (1 + len(others)),
-        out_specs=[anywhere] * len(results),
-        compiler_params=triton.CompilerParams(num_warps=tiling.warps),
-        interpret=interpret,
-        name=body.func.__name__.strip("_"),
-    )(scores, *others)
+    types = [jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in results.values()]
+    name, grid, params = body.func.__name__.strip("_"), (pl.cdiv(tokens, tiling.tokens),), compiler_params(tiling.warps)
+    return call_kernel(named, name, grid, (scores, *others), types, params, interpret)
 
 
 def _route(

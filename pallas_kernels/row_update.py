@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.call import triton
 from jax_ep.pallas_kernels.row_function import RowFunction
 from jax_ep.pallas_kernels.sums import Cut, SumTiling, fold_segments, sum_tiling
 from jax_ep.pallas_kernels.tiles import power_of_two

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.checks import check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
-from jax_ep.pallas_kernels.varying import result_type
 
 BLOCK = 1024  # ids of a program
 _MOST_COUNTS = 1024  # that a program adds up at once
@@ -38,12 +38,9 @@ def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tu
     Raises:
       ValueError, TypeError: an argument is wrong.
     """
-    if not isinstance(ids, jax.Array | np.ndarray):
-        raise TypeError(f"runs_of_sorted: ids must be an array, got {type(ids).__name__}")
-    if ids.ndim != 1 or ids.shape[0] >= 2**31 - BLOCK:
-        raise ValueError(f"runs_of_sorted: ids must have shape [N] with N below 2**31 - {BLOCK}, got {ids.shape}")
-    if not jnp.issubdtype(ids.dtype, np.signedinteger):
-        raise TypeError(f"runs_of_sorted: ids must be of dtype int32 or int64, got {ids.dtype}")
+    check_array("runs_of_sorted", "ids", ids, "[N]", (np.signedinteger,))
+    if ids.shape[0] >= 2**31 - BLOCK:
+        raise ValueError(f"runs_of_sorted: ids must have fewer than 2**31 - {BLOCK} elements, got {ids.shape[0]}")
     if not 0 <= limit <= np.iinfo(ids.dtype).max:
         raise ValueError(f"runs_of_sorted: limit must be in [0, {np.iinfo(ids.dtype).max}], got {limit}")
     if not ids.shape[0]:
@@ -55,19 +52,11 @@ def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tu
 def _runs(limit: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     total = ids.shape[0]
     blocks = pl.cdiv(total, BLOCK)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
 
     def call(body: Any, sizes: tuple[int, ...], dtypes: tuple[Any, ...], *operands: jax.Array) -> list[jax.Array]:
-        return pl.pallas_call(
-            partial(body, limit=limit),
-            out_shape=tuple(result_type((size,), dtype, ids) for size, dtype in zip(sizes, dtypes, strict=True)),
-            grid=(blocks,),
-            in_specs=[anywhere] * len(operands),
-            out_specs=(anywhere,) * len(sizes),
-            compiler_params=triton.CompilerParams(num_warps=4),
-            interpret=interpret,
-            name=body.__name__.strip("_"),
-        )(*operands)
+        results = [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        name, kernel, params = body.__name__.strip("_"), partial(body, limit=limit), compiler_params(4)
+        return call_kernel(kernel, name, (blocks,), operands, results, params, interpret)
 
     counts = call(_count_runs, (blocks, blocks), (np.int32, np.int32), ids)
     sizes, dtypes = (total + 1, total, 1), (np.int32, ids.dtype, np.int32)

@@ -19,15 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jax_ep.pallas_kernels.checks import check_array
+from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
-from jax_ep.pallas_kernels.varying import result_type, vary_alike
+from jax_ep.pallas_kernels.varying import vary_alike
 
 PART = 32  # entries
 MOST_ENTRIES = 2**31 - 2 * PART  # the end of a part that begins behind them is an int32
-_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 _FAN_OUT = 32  # of a search
 
 
@@ -98,7 +97,7 @@ def sum_segments(
     Raises:
       ValueError, TypeError: an argument is wrong.
     """
-    check_array("sum_segments", "values", values, "[N, D]", _DTYPES)
+    check_array("sum_segments", "values", values, "[N, D]", FLOATS)
     entries, segments = values.shape[0] if order is None else order.shape[0], starts.shape[0] - 1
     check_array("sum_segments", "starts", starts, "[S + 1]", (np.integer,))
     if segments < 0:
@@ -138,9 +137,10 @@ def _sum(
     *others: jax.Array,
 ) -> jax.Array:
     given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
-    count = given.get("groups", starts).shape[0] - 1
-    sums = result_type((count, values.shape[1]), dtype, values)
-    return fold_segments(given, entries, [sums], _write, tiling, interpret)[0]
+    result = jax.ShapeDtypeStruct((given.get("groups", starts).shape[0] - 1, values.shape[1]), dtype)
+    if "groups" in given:
+        return _fold_groups(given, entries, result, tiling, interpret)
+    return fold_segments(given, entries, [result], _write, tiling, interpret)[0]
 
 
 def _write(refs: dict[str, Any], outs: Any, segment: jax.Array, mask: jax.Array, column: jax.Array) -> Any:
@@ -176,65 +176,65 @@ def fold_segments(
 ) -> Sequence[jax.Array]:
     """What the epilogue makes of the sum of each segment. It gets each segment once.
 
-    With groups their sums are the one result, and there is no epilogue.
-
     Args:
-      given: operands that vary alike: "values" and "starts", perhaps "order", "weights" and "groups", as for
-        `sum_segments`; and what the epilogue reads.
+      given: operands that vary alike: "values" and "starts", perhaps "order" and "weights", as for `sum_segments`; and
+        what the epilogue reads.
       results: types; or arrays, which are written in place.
     """
-    values, segments = given["values"], given["starts"].shape[0] - 1
-    width = values.shape[1]
-    windows = pl.cdiv(entries, PART)  # of the entries. In each at most one further part and one long segment begin
-
-    def call(
-        body: Any, cut: Cut, rows: int, results: Sequence[Any], epilogue: Epilogue = epilogue, **more: jax.Array
-    ) -> list[jax.Array]:
-        """`rows` sums, of which a program has `cut.rows`."""
-        operands = given | more
-        written = [x for x in results if isinstance(x, jax.Array)]
-        places = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]
-
-        def named(*refs: Any) -> None:
-            refs_of = dict(zip(operands, refs, strict=False))
-            body(refs_of, refs[len(operands) + len(written) :], entries=entries, cut=cut, epilogue=epilogue)
-
-        anywhere = pl.BlockSpec(memory_space=pl.ANY)
-        return pl.pallas_call(
-            named,
-            out_shape=tuple(result_type(x.shape, x.dtype, values) for x in results),
-            grid=(pl.cdiv(width, cut.columns), pl.cdiv(rows, cut.rows)),
-            in_specs=[anywhere] * (len(operands) + len(written)),
-            out_specs=tuple([anywhere] * len(results)),
-            input_output_aliases={len(operands) + i: place for i, place in enumerate(places)},
-            compiler_params=triton.CompilerParams(num_warps=cut.warps),
-            interpret=interpret,
-            name=body.__name__.strip("_"),
-        )(*operands.values(), *written)
-
-    parts = result_type((windows, width), np.float32, values)
-    owners = result_type((windows,), np.int32, values)
-    if "groups" in given:
-        longs: dict[str, jax.Array] = {}
-        if entries > PART:
-            (firsts,) = call(_sum_long_first_parts, tiling.further, windows, [parts])
-            further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
-            (longs["longs"],) = call(
-                _sum_long_segments,
-                tiling.long,
-                windows,
-                [parts],
-                partial(_write_by_window, entries),
-                firsts=firsts,
-                further=further,
-                owner=owner,
-            )
-        return call(_sum_groups, tiling.first, given["groups"].shape[0] - 1, results, epilogue, **longs)
+    call, segments = partial(_call, given, entries, interpret), given["starts"].shape[0] - 1
+    parts, owners = _windows(given, entries)
     if entries <= PART:
-        return call(_sum_first_parts, tiling.first, segments, results)
-    *short, firsts = call(_sum_first_parts, tiling.first, segments, [*results, parts])
-    further, owner = call(_sum_further_parts, tiling.further, windows, [parts, owners])
-    return call(_sum_long_segments, tiling.long, windows, short, firsts=firsts, further=further, owner=owner)
+        return call(_sum_first_parts, tiling.first, segments, results, epilogue=epilogue)
+    *short, firsts = call(_sum_first_parts, tiling.first, segments, [*results, parts], epilogue=epilogue)
+    further, owner = call(_sum_further_parts, tiling.further, len(owners), [parts, owners])
+    more = {"firsts": firsts, "further": further, "owner": owner}
+    return call(_sum_long_segments, tiling.long, len(owners), short, more, epilogue=epilogue)
+
+
+def _fold_groups(
+    given: dict[str, jax.Array], entries: int, result: jax.ShapeDtypeStruct, tiling: SumTiling, interpret: bool
+) -> jax.Array:
+    """The sums of groups of segments. `given`: as for `fold_segments`, and "groups"."""
+    call, longs = partial(_call, given, entries, interpret), dict[str, jax.Array]()
+    parts, owners = _windows(given, entries)
+    if entries > PART:
+        (firsts,) = call(_sum_long_first_parts, tiling.further, len(owners), [parts])
+        further, owner = call(_sum_further_parts, tiling.further, len(owners), [parts, owners])
+        more, write = {"firsts": firsts, "further": further, "owner": owner}, partial(_write_by_window, entries)
+        (longs["longs"],) = call(_sum_long_segments, tiling.long, len(owners), [parts], more, epilogue=write)
+    return call(_sum_groups, tiling.first, len(result), [result], longs)[0]
+
+
+def _windows(given: dict[str, jax.Array], entries: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The types of a sum per window of 32 entries, and of a number per window.
+
+    In each window at most one further part and one long segment begin.
+    """
+    windows, width = pl.cdiv(entries, PART), given["values"].shape[1]
+    return jax.ShapeDtypeStruct((windows, width), np.float32), jax.ShapeDtypeStruct((windows,), np.int32)
+
+
+def _call(
+    given: dict[str, jax.Array],
+    entries: int,
+    interpret: bool,
+    body: Callable[..., None],
+    cut: Cut,
+    rows: int,
+    results: Sequence[Any],
+    more: dict[str, jax.Array] | None = None,
+    **options: Epilogue,
+) -> list[jax.Array]:
+    """`rows` sums, of which a program has `cut.rows`. The operands are `given` and `more`."""
+    operands = given | (more or {})
+
+    def named(*refs: Any) -> None:
+        refs_of = dict(zip(operands, refs, strict=False))
+        body(refs_of, refs[len(operands) :], entries=entries, cut=cut, **options)
+
+    grid = pl.cdiv(given["values"].shape[1], cut.columns), pl.cdiv(rows, cut.rows)
+    name, params = body.__name__.strip("_"), compiler_params(cut.warps)
+    return call_kernel(named, name, grid, [*operands.values()], results, params, interpret)
 
 
 def _sum_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
@@ -252,9 +252,8 @@ def _sum_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut,
     finish(total)
 
 
-def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
+def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut) -> None:
     """Sums of groups: short segments are added up here, and long ones are taken from `longs`."""
-    del epilogue  # the scale stands at the segments
     group = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     width = refs["values"].shape[1]
     column, inside = _columns(cut.columns), group < refs["groups"].shape[0] - 1
@@ -288,9 +287,8 @@ def _sum_groups(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epil
     store_rows(outs[0], inside, group, column, total * late[:, None])
 
 
-def _sum_long_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
+def _sum_long_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut) -> None:
     """The sum of the first part of the long segment that begins in a window: it has the window's last entry."""
-    del epilogue  # these are not whole sums
     (firsts,) = outs
     window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     column, inside = _columns(cut.columns), window < firsts.shape[0]
@@ -301,9 +299,8 @@ def _sum_long_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut:
     store_rows(firsts, found, window, column, _sum_parts(refs, begin, size, column, cut.ahead))
 
 
-def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
+def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut) -> None:
     """The sum of the further part that begins in a window, and the long segment that has the window's first entry."""
-    del epilogue  # these are not whole sums
     further, owner = outs
     window = pl.program_id(1) * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32)
     column, inside = _columns(cut.columns), window < further.shape[0]

@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import triton
+
+from jax_ep.pallas_kernels.call import triton
 
 
 def power_of_two(size: int) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import ffi
+from jax_ep.pallas_kernels.call import HAS_TRITON
 
 CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 CORE_MULTIPLE = ffi.TMA_MULTIPLE
@@ -30,7 +31,7 @@ def has_gemm() -> bool:
 @functools.cache
 def pallas_platforms() -> tuple[str, ...]:
     """The platforms for which programs of this process take the Pallas kernels: GPUs for which Triton compiles."""
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() != "gpu" or not HAS_TRITON:
         return ()
     names = [getattr(device, "compute_capability", "") for device in jax.local_devices()]
     old = [name for name in names if name[:1].isdigit() and float(name) < 8]  # AMD's are names, such as gfx942

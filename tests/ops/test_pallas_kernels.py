@@ -146,6 +146,27 @@ def test_offsets_in_large_arrays(
     assert set(offsets) == {"i64"}
 
 
+def test_a_jax_without_triton() -> None:
+    """XLA computes what kernels would."""
+    script = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, jax.numpy as jnp, jax_ep
+from jax_ep._kit import gemm
+from jax_ep.lax import ragged_dot
+operands = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.array([1, 3])
+assert (ragged_dot(*operands) == 8).all()
+try:
+    ragged_dot(*operands, implementation="pallas")
+except NotImplementedError as error:
+    print(error)
+jax.default_backend = lambda: "gpu"
+print("by Pallas:", gemm.pallas_platforms())
+"""
+    output = helpers.run_python("-c", script)
+    assert f"pallas_kernels: jax {jax.__version__} has no Triton backend of Pallas\nby Pallas: ()\n" in output
+
+
 def test_arrays_of_more_than_2_31_values(rng: np.random.Generator) -> None:
     """Each kernel reads or writes bfloat16 [160, 7168, 2048]."""
     if INTERPRET or jax.devices()[0].memory_stats()["bytes_limit"] < 16 * 2**30:
@@ -168,6 +189,7 @@ def test_arrays_of_more_than_2_31_values(rng: np.random.Generator) -> None:
     ("match", "change"),
     [
         (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
+        (r"group_sizes must have shape \[G\], got \(1, 2\)", {"group_sizes": jnp.ones((1, 2), jnp.int32)}),
         (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
         ("rhs must be two matrices with a unit, otherwise one, got 1", {"unit": jnp.multiply}),
         ("keep_products must be false where unit is None, got True", {"keep_products": True}),
@@ -179,5 +201,5 @@ def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:
         "rhs": (jnp.zeros((2, 8, 8)),),
         "group_sizes": jnp.array([1, 3]),
     }
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=f"^grouped_matmul: {match}"):
         grouped_matmul(**arguments | change)

@@ -12,6 +12,7 @@ from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import by_platform
 from jax_ep._kit.float8 import BITS, BLOCK, FLOAT8, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
+from jax_ep.pallas_kernels.call import HAS_TRITON
 
 
 def quantize_rows(rows: jax.Array) -> Float8Rows:
@@ -71,7 +72,8 @@ def as_float8_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
     """
     if isinstance(weights, Float8Weights):
         return weights
-    return _to_float8_on_hopper(weights) if gemm.has_gemm() and weights.size else float8.weights_to_float8(weights)
+    by_kernel = gemm.has_gemm() and HAS_TRITON and weights.size
+    return _to_float8_on_hopper(weights) if by_kernel else float8.weights_to_float8(weights)
 
 
 @jax.custom_jvp
