@@ -47,7 +47,8 @@ def update_rows(
         returns the new row of each array.
       arrays: [V, D], [V, 1] or [V].
       ids: [S] int32 or int64, all different; those outside [0, V) update nothing.
-      values, starts, order, weights: the terms of the sums, as for `sum_segments`.
+      values, starts, order, weights: the terms of the sums, as for `sum_segments`. A segment without entries updates
+        its row by a sum of 0.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Raises:
@@ -60,12 +61,14 @@ def update_rows(
         if x.shape not in ((height, width), (height, 1), (height,)):
             raise ValueError(f"update_rows: arrays must be [V, {width}], [V, 1] or [V] alike, got {x.shape}")
     entries = values.shape[0] if order is None else order.shape[0]
+    if not (entries and values.shape[0]):  # every sum is 0, as that of one row of zeros
+        entries, values, order, weights = 1, jnp.zeros_like(values, shape=(1, width)), None, None
     given = {"values": values, "starts": starts, "ids": ids, "order": order, "weights": weights}
     given = {name: x for name, x in given.items() if x is not None}
     scalars = [jnp.asarray(x, np.int32 if x.dtype == np.bool_ else x.dtype)[None] for x in function.scalars]
     alike = vary_alike(*given.values(), *scalars, *arrays)
     arrays = alike[len(given) + len(scalars) :]
-    if not (entries and ids.size and values.size):
+    if not (ids.size and height and width):
         return list(arrays)
     names = [f"scalar {i}" for i in range(len(scalars))]
     given = dict(zip([*given, *names], alike, strict=False))

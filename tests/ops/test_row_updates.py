@@ -229,6 +229,17 @@ def test_wrong_updates_are_named(change: dict[str, Any], match: str) -> None:
         update_rows(traced, **given | change)
 
 
+@pytest.mark.parametrize(("entries", "rows"), [(0, 0), (0, 5), (5, 0), (5, 5)])
+def test_empty_segments_update_their_rows(entries: int, rows: int) -> None:
+    """By a sum of 0, also where no segment has entries, or no entry a row."""
+    table = jnp.zeros((V, D))
+    traced = trace_rows(lambda rows, scalars: ([rows[0] + rows[1] + 1], []), D, [table, table], [])
+    ids, starts = jnp.array([3, 9, V]), jnp.array([0, 0, 0, entries])
+    values, order = jnp.full((rows, D), 7.0), jnp.arange(entries)
+    (found,) = update_rows(traced, [table], ids, values, starts, order=order, interpret=INTERPRET)
+    np.testing.assert_array_equal(found, np.isin(np.arange(V), [3, 9])[:, None] * np.ones(D))
+
+
 def test_a_step_has_no_derivative(kernels: bool) -> None:
     optimizer, table = embedding.by_rows(optax.sgd(0.1)), jnp.zeros((V, D))
     gradient = SparseRows.from_entries(jnp.zeros(3, jnp.int32), jnp.ones((3, D)), num_rows=V)
