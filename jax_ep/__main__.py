@@ -15,6 +15,7 @@ from types import ModuleType
 import jax
 
 from jax_ep._kit import ffi
+from jax_ep.backends import who_computes
 from jax_ep.runtime import report as flight_report
 from jax_ep.version import __version__
 
@@ -98,10 +99,8 @@ def info() -> int:
         print(f"  {name}: {'built' if ffi.is_built(name) else 'not built'}")
     print("devices")
     for device in devices:
-        missing = ffi.without_kernels(device)
-        ops = "kernels" if missing is None else f"XLA and Pallas, as {missing[0]}"
         where = f"({ffi.library_name(device)}), process {device.process_index}"
-        print(f"  {device.id}: {device.device_kind} {where}; ops: {ops}")
+        print(f"  {device.id}: {device.device_kind} {where}; ops: {who_computes(device)}")
     print("links")
     print(_links(ffi.library_name(devices[0])))
     return 0

@@ -5,8 +5,10 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from jax_ep import profiling
+from jax_ep._kit import ffi, gemm
 from jax_ep._kit.checks import Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError, PeerTimeoutError, PlatformError
@@ -128,8 +130,14 @@ def logged(op: str, implementation: Resolved, why: str) -> Resolved:
     return implementation
 
 
+def who_computes(device: Any) -> str:
+    """Who computes the ops of a device if that is "auto", and why no library of ours does."""
+    if (missing := ffi.without_kernels(device)) is None:
+        return "kernels"
+    return f"{'XLA and Pallas kernels' if gemm.runs_pallas(device) else 'XLA'}, as {missing[0]}"
+
+
 @functools.cache
-def say_once(why: str, could_be: bool) -> None:
-    """Logs why XLA and Pallas kernels compute the ops of a group: a warning if a library of ours could."""
-    level = logging.WARNING if could_be else logging.INFO
-    _LOGGER.log(level, "Group: XLA's collectives and Pallas kernels compute its ops: %s", why)
+def say_once(who: str, could_be: bool) -> None:
+    """Logs who computes the ops of a group without a library: a warning if there could be one."""
+    _LOGGER.log(logging.WARNING if could_be else logging.INFO, "Group: its ops are computed by %s", who)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
-from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, say_once
+from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, say_once, who_computes
 from jax_ep.errors import GroupClosedError, JaxEpError
 from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
@@ -121,12 +121,11 @@ class Group:
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'kernels'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
-        if (missing := ffi.without_kernels(self.mesh.devices.flat[0])) is not None:
+        device = self.mesh.devices.flat[0]
+        if (missing := ffi.without_kernels(device)) is not None:
             why, could_be = missing
-            say_once(why, could_be)
-            refusal = f"{why}; pass implementation='auto' or 'xla'" + (
-                ", or install jax_ep with it" if could_be else ""
-            )
+            say_once(who_computes(device), could_be)
+            refusal = f"{why}; or pass implementation='auto' or 'xla'"
             inside = Backend(ranks, None, refusal, why)
             return NodesBackend(ranks, inside, self._liveness(ranks, None, waits, on_lost), refusal, why)
         if self.size > ffi.MAX_RANKS:

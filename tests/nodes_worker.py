@@ -26,6 +26,7 @@ from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 import jax_ep
 from jax_ep import CapacityError, Group, MismatchError, NodeOptions, PeerLostError, PlatformError, combine
 from jax_ep.__main__ import load
+from jax_ep._kit import ffi
 from jax_ep.group import OnLost
 
 LOST_TIMEOUT = 3.0  # of the group that loses a process
@@ -224,7 +225,9 @@ def on_cpu() -> bool:
 def open_group(
     mesh: jax.sharding.Mesh, timeout: float, on_lost: OnLost = "raise", nodes: NodeOptions | None = None
 ) -> Group:
-    """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to."""
+    """By itself it crosses nodes on CPUs; on the GPUs of one host it is asked to. Without a library it has no nodes."""
+    if not ffi.is_built(jax.default_backend().replace("gpu", "cuda")):
+        return Group(mesh, AXES, timeout=timeout, across_nodes=False, on_lost=on_lost, nodes=nodes)
     return Group(mesh, AXES, timeout=timeout, across_nodes=None if on_cpu() else True, on_lost=on_lost, nodes=nodes)
 
 
@@ -234,7 +237,14 @@ def lose(mesh: jax.sharding.Mesh, how: str) -> None:
     group = open_group(mesh, LOST_TIMEOUT)
     case = helpers.draw_case(np.random.default_rng(helpers.SEED), group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
     operands = [spread(group, x) for x in case]
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
+    by_kernels = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
+    program = by_kernels
+    if group.intranode is None:  # there is no library
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS)
+        with pytest.raises(PlatformError, match="no jax_ep library is built"):
+            by_kernels(*operands)
+        assert group.report() == []
+        helpers.assert_round_trip(gathered(program(*operands)), case, num_experts=EXPERTS)
     jax.block_until_ready(program(*operands))
     group.check()
     pids = multihost_utils.process_allgather(np.int32(os.getpid()))
@@ -354,10 +364,14 @@ def main() -> None:
     parser.add_argument("what", choices=[*CHECKS, "close", *last], nargs="+", help="in this order; the last ones alone")
     parser.add_argument("--cpu-devices", type=int, default=1)
     parser.add_argument("--nodes", type=int, help="of equally many processes; default: each is one")
+    parser.add_argument("--without-library", action="store_true")
     parser.add_argument("--groups", type=int, default=20, help="how many `close` drops")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
+    if options.without_library:
+        ffi.is_built = lambda platform: False
+        helpers.let_kernels_cross_cpu_processes()  # as if between GPUs
     nodes = options.nodes or jax.process_count()
     mesh = helpers.mesh_of(node=nodes, ep=jax.device_count() // nodes)
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")

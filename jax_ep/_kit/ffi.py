@@ -76,17 +76,23 @@ def built_platforms() -> tuple[str, ...]:
 def without_kernels(device: Any) -> tuple[str, bool] | None:
     """Why the ops of a device run without the kernels of a library, and whether one could serve it; None: they do not.
 
-    Libraries serve CPUs, NVIDIA GPUs from Ampere on, and AMD GPUs.
+    Libraries serve CPUs, NVIDIA GPUs from Ampere on, and AMD GPUs whose waves have 64 lanes.
     """
     platform = library_name(device)
     capability = str(getattr(device, "compute_capability", ""))
     if platform == "cuda" and capability and float(capability) < OLDEST_CUDA:
         return f"its library needs a compute capability of {OLDEST_CUDA:g}, which {device.device_kind} has not", False
+    if platform == "hip" and capability and not capability.startswith("gfx9"):
+        return f"its library needs waves of 64 lanes (gfx9), which {device.device_kind} ({capability}) has not", False
     if platform not in PLATFORMS:
         return f"it has no library for platform {platform!r}", False
     if not is_built(platform):
-        return f"no jax_ep library is built for platform {platform!r} (built: {built_platforms()})", True
+        return f"{_not_built(platform)}: install jax_ep with it", True
     return None
+
+
+def _not_built(platform: str) -> str:
+    return f"no jax_ep library is built for platform {platform!r} (built: {built_platforms()})"
 
 
 def loaded_libraries() -> list[ModuleType]:
@@ -97,7 +103,7 @@ def loaded_libraries() -> list[ModuleType]:
 def _load(platform: str) -> ModuleType:
     spec = _find(platform)
     if spec is None or spec.loader is None:
-        raise PlatformError(f"no jax_ep library is built for platform {platform!r} (built: {built_platforms()})")
+        raise PlatformError(_not_built(platform))
     with _loading:
         if spec.name not in sys.modules:
             module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,7 @@
 """Which kernels of ours multiply matrices here: the GEMM core (ffi/gemm/), on Hopper GPUs, or Pallas kernels."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax_ep.pallas_kernels.call import HAS_TRITON
 
 CORE_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 CORE_MULTIPLE = ffi.TMA_MULTIPLE
+ROCM_SHARED_BYTES = 2**16  # of a CU of an MI300X, for Pallas kernels
 
 
 @functools.cache
@@ -31,11 +33,15 @@ def has_gemm() -> bool:
 @functools.cache
 def pallas_platforms() -> tuple[str, ...]:
     """The platforms for which programs of this process take the Pallas kernels: GPUs for which Triton compiles."""
-    if jax.default_backend() != "gpu" or not HAS_TRITON:
+    if jax.default_backend() != "gpu" or not all(map(runs_pallas, jax.local_devices())):
         return ()
-    names = [getattr(device, "compute_capability", "") for device in jax.local_devices()]
-    old = [name for name in names if name[:1].isdigit() and float(name) < 8]  # AMD's are names, such as gfx942
-    return () if old else ("cuda", "rocm")
+    return "cuda", "rocm"
+
+
+def runs_pallas(device: Any) -> bool:
+    """Whether Triton compiles for a device."""
+    capability = str(getattr(device, "compute_capability", ""))  # AMD's are names, such as gfx942
+    return device.platform == "gpu" and HAS_TRITON and not (capability[:1].isdigit() and float(capability) < 8)
 
 
 def splits_contraction(m: int, n: int, k: int, groups: int) -> bool:

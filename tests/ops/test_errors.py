@@ -16,6 +16,7 @@ from helpers import mesh_of, trace
 from jax.sharding import AbstractMesh
 
 from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, backends, combine, dispatch
+from jax_ep.__main__ import info
 from jax_ep._kit import ffi
 from jax_ep.float8 import Float8Rows
 from jax_ep.lax import ragged_all_to_all
@@ -206,26 +207,59 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
             group.check()
             assert group.report() == []
     said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    by, name = ("XLA", "cpu") if jax.default_backend() == "cpu" else ("XLA and Pallas kernels", "cuda")
     assert [record.message for record in said] == [
-        f"Group: XLA's collectives and Pallas kernels compute its ops: no jax_ep library is built for platform "
-        f"'{jax.default_backend().replace('gpu', 'cuda')}' (built: ())"
+        f"Group: its ops are computed by {by}, as no jax_ep library is built for platform {name!r} (built: ()): "
+        "install jax_ep with it"
     ]
 
 
+NOT_BUILT = "no jax_ep library is built for platform {} (built: ()): install jax_ep with it"
+
+
 @pytest.mark.parametrize(
-    ("platform", "version", "capability", "built", "wanted"),
+    ("platform", "version", "kind", "built", "who", "could_be"),
     [
-        ("gpu", "cuda 13", "9.0", True, None),
-        ("gpu", "cuda 13", "9.0", False, ("no jax_ep library is built for platform 'cuda' (built: ())", True)),
-        ("gpu", "cuda 12", "7.5", True, ("its library needs a compute capability of 8, which T4 has not", False)),
-        ("gpu", "rocm 7", "gfx942", False, ("no jax_ep library is built for platform 'hip' (built: ())", True)),
-        ("tpu", "", "", False, ("it has no library for platform 'tpu'", False)),
+        ("gpu", "cuda 13", "9.0", True, "kernels", False),
+        ("gpu", "cuda 13", "9.0", False, "XLA and Pallas kernels, as " + NOT_BUILT.format("'cuda'"), True),
+        ("gpu", "cuda 12", "7.5", True, "XLA, as its library needs a compute capability of 8, which X has not", False),
+        ("gpu", "rocm 7", "gfx942", False, "XLA and Pallas kernels, as " + NOT_BUILT.format("'hip'"), True),
+        (
+            "gpu",
+            "rocm 7",
+            "gfx1100",
+            True,
+            "XLA and Pallas kernels, as its library needs waves of 64 lanes (gfx9), which X (gfx1100) has not",
+            False,
+        ),
+        ("tpu", "", "", False, "XLA, as it has no library for platform 'tpu'", False),
     ],
 )
 def test_who_computes_the_ops_of_a_device(
-    platform: str, version: str, capability: str, built: bool, wanted: Any, monkeypatch: pytest.MonkeyPatch
+    platform: str,
+    version: str,
+    kind: str,
+    built: bool,
+    who: str,
+    could_be: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """`info` says it. A group warns if there could be a library, and otherwise informs."""
     monkeypatch.setattr(ffi, "is_built", lambda platform: built)
     client = SimpleNamespace(platform_version=version)
-    device = SimpleNamespace(platform=platform, client=client, compute_capability=capability, device_kind="T4")
-    assert ffi.without_kernels(device) == wanted
+    device = SimpleNamespace(platform=platform, client=client, compute_capability=kind, device_kind="X")
+    device.id = device.process_index = 0
+    missing = ffi.without_kernels(device)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "devices", lambda: [device])
+        assert info() == 0
+    assert f"; ops: {who}\n" in capsys.readouterr().out
+    if missing is not None:
+        monkeypatch.setattr(ffi, "without_kernels", lambda device: missing)
+        backends.say_once.cache_clear()
+        with caplog.at_level(logging.INFO, "jax_ep"), Group(mesh_of(ep=SIZE), "ep"):
+            [said] = [record for record in caplog.records if record.message.startswith("Group: its ops")]
+        assert said.levelno == (logging.WARNING if could_be else logging.INFO)
+    assert could_be == (missing is not None and missing[1])

@@ -55,10 +55,16 @@ def test_the_losses_of_the_demo() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "lost"), [("kill", 1), pytest.param("stop", 1, marks=pytest.mark.nightly), ("stop the coordinator", 0)]
+    ("how", "lost", "options"),
+    [
+        ("kill", 1, ()),
+        ("kill", 1, ("--without-library",)),
+        pytest.param("stop", 1, (), marks=pytest.mark.nightly),
+        ("stop the coordinator", 0, ()),
+    ],
 )
-def test_a_lost_process_is_named(how: str, lost: int) -> None:
-    output = launch(2, 2 if ON_CPU else 1, how)
+def test_a_lost_process_is_named(how: str, lost: int, options: tuple[str, ...]) -> None:
+    output = launch(2, 2 if ON_CPU else 1, how, *options)
     assert "PeerLostError: " in output  # in the log
     assert f"process {lost} was named after" in output
 
