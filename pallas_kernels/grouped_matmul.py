@@ -55,6 +55,19 @@ def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -
     return Tiling(min(128, _power_of_two(rows)), min(256, _power_of_two(columns)), depth, 8, 4)
 
 
+def within(shared_bytes: int, tiling: Tiling, products: int, dtype: Any) -> Tiling:
+    """The tiling in two stages, as flat as it must be for the operands of both to fit the shared memory."""
+    tiling = tiling._replace(stages=2)
+    while 2 * step_bytes(tiling, products, dtype) > shared_bytes:
+        tiling = tiling._replace(depth=tiling.depth // 2)
+    return tiling
+
+
+def step_bytes(tiling: Tiling, products: int, dtype: Any) -> int:
+    """The operands of a step along the contraction: a tile of rows, and one of columns for each product."""
+    return (tiling.rows + products * tiling.columns) * tiling.depth * jnp.dtype(dtype).itemsize
+
+
 def _power_of_two(size: int) -> int:
     """At least 16, as the tensor cores ask."""
     return max(16, power_of_two(size))
@@ -72,6 +85,7 @@ def grouped_matmul(
     dtype: Any = None,
     precision: Any = None,
     tiling: Tiling | None = None,
+    shared_bytes: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Each group's rows of `lhs` times its matrix. Rows after the last group are zero.
@@ -87,6 +101,7 @@ def grouped_matmul(
       dtype: of the results. Default: the dtype of `lhs`.
       precision: of products in float32, as for `jax.numpy.dot`.
       tiling: default: `row_tiling`.
+      shared_bytes: of the GPU if it has less than 99 KiB, as AMD's: the default tiling is then `within` it.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
@@ -112,7 +127,9 @@ def grouped_matmul(
     groups = group_sizes.shape[0]
     rows = lhs.shape[0] if indices is None else indices.shape[0]
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
-    tiling = tiling or row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype)
+    if tiling is None:
+        tiling = row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype)
+        tiling = tiling if shared_bytes is None else within(shared_bytes, tiling, len(rhs), lhs.dtype)
     gathers = [] if indices is None else [indices]
     lhs, *rest = vary_alike(lhs, *rhs, *gathers, *_tiles(group_sizes, rows, tiling.rows))
     tiles = rest[-1].shape[0]
@@ -141,6 +158,7 @@ def grouped_outer(
     dtype: Any = None,
     precision: Any = None,
     tiling: Tiling | None = None,
+    shared_bytes: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Over each group's rows, `lhs` [M, K] transposed times `rhs` [M, N]: [G, K, N].
@@ -157,7 +175,9 @@ def grouped_outer(
     groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
     lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
     total = lists[0].shape[0] if lists else total
-    tiling = tiling or outer_tiling(rows, columns, total, groups, lhs.dtype)
+    if tiling is None:
+        tiling = outer_tiling(rows, columns, total, groups, lhs.dtype)
+        tiling = tiling if shared_bytes is None else within(shared_bytes, tiling, 1, lhs.dtype)
     ends = _ends(group_sizes, total)
     lhs, *rest = vary_alike(lhs, rhs, *lists, jnp.append(0, ends[:-1]), ends)
     body = partial(

@@ -16,8 +16,11 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 from test_float8_products import assert_rounded
 
+from jax_ep._kit import gemm
+from jax_ep.ops.matmul.api import gated_product, ragged_dot, rhs_gradient
 from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
 from jax_ep.pallas_kernels import grouped_matmul, grouped_outer, nearest_quotient, quantize, quantize_matrices
+from jax_ep.pallas_kernels.grouped_matmul import outer_tiling, row_tiling, step_bytes, within
 
 INTERPRET = jax.default_backend() == "cpu"
 
@@ -119,6 +122,35 @@ def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     with jax.sharding.use_abstract_mesh(H200):
         mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
         assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("of", ["gated", "outer", "rows"])
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+def test_tiles_fit_the_shared_memory_of_amd_gpus(of: str, dtype: np.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lowered for gfx942. Both stages of a step fit 64 KiB, whatever the size of the groups is."""
+    products, groups = 2 if of == "gated" else 1, 16
+    for rows in (100, 1000, 10_000):
+        cut = row_tiling(rows, 512, 512, groups, products, dtype)
+        cut = outer_tiling(512, 512, rows, groups, dtype) if of == "outer" else cut
+        assert 2 * step_bytes(within(2**16, cut, products, dtype), products, dtype) <= 2**16
+    monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda", "rocm"))
+    shapes = ((10_000, 512), dtype), ((groups, 512, 512), dtype), ((groups,), np.int32)
+
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+        if of == "outer":
+            return rhs_gradient(lhs, lhs, sizes)
+        if of == "rows":
+            return ragged_dot(lhs, rhs, sizes)
+        unit = known_unit("silu")
+        assert unit is not None
+        return gated_product(unit, lambda rows, *_: (rows, ()), lhs, sizes, (rhs, rhs), keep_products=False)
+
+    device = AbstractDevice("gfx942", None, "gpu")
+    mesh = AbstractMesh((1,), ("ep",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        text = traced.lower(lowering_platforms=("rocm",)).as_text()
+    assert re.findall(r"num_stages = (\d+)", text) == ["2"]
 
 
 @pytest.mark.parametrize("name", ["rows", "outer", "quantize"])

@@ -327,7 +327,8 @@ def _by(
         platforms = {"cuda": partial(getattr(kernels, name), **options)}
     elif product_by == "pallas":
         call = partial(getattr(pallas, name), precision=settings.precision, **options)
-        platforms = {platform: partial(call, interpret=platform == "cpu") for platform in _platforms(settings)}
+        ways = {"cpu": {"interpret": True}, "rocm": {"shared_bytes": gemm.ROCM_SHARED_BYTES}}
+        platforms = {platform: partial(call, **ways.get(platform, {})) for platform in _platforms(settings)}
     return by_platform(by_xla, **platforms)
 
 
