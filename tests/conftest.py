@@ -22,6 +22,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processe
 
 OpenGroup = Callable[..., Group]
 
+# JAX_EP_TEST_WITHOUT_LIBRARY=1: as where no library was built for the devices. What needs it is skipped.
+WITHOUT_LIBRARY = bool(os.environ.get("JAX_EP_TEST_WITHOUT_LIBRARY"))
+if WITHOUT_LIBRARY:
+    _find = ffi._find
+    ffi._find = lambda platform: None if platform == ffi.library_name(jax.devices()[0]) else _find(platform)
+
 GPU_WORKERS = 4
 
 
@@ -107,6 +113,8 @@ def group(request: pytest.FixtureRequest, open_group: OpenGroup) -> Group:
 def require_native() -> None:
     """A missing library fails: a skip would hide a broken build."""
     platform = ffi.library_name(jax.devices()[0])
+    if WITHOUT_LIBRARY:
+        pytest.skip("needs the library")
     if not ffi.is_built(platform):
         pytest.fail(f"the library for {platform!r} is not built, run `pip install .`", pytrace=False)
 
@@ -130,6 +138,8 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param == "as is":
         yield
         return
+    if request.param == "as on a Hopper GPU":
+        require_native()
     jax.clear_caches()  # a program of the same functions and shapes may have been compiled for another core
     if request.param == "by Pallas":
         monkeypatch.setattr(gemm, "has_gemm", lambda: False)
