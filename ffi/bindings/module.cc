@@ -271,6 +271,7 @@ void bind_errors(py::module_& module) {
 PYBIND11_MODULE(JAX_EP_MODULE, module) {
   bind_errors(module);
   module.attr("version") = JAX_EP_VERSION;
+  module.attr("architectures") = JAX_EP_ARCHITECTURES;
   module.attr("mail_numbers") = kMailNumbers;
   module.attr("max_ranks") = kMaxRanks;
   module.attr("float8_block") = kScaleBlock;

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import operator
 import pkgutil
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -88,7 +89,29 @@ def without_kernels(device: Any) -> tuple[str, bool] | None:
         return f"it has no library for platform {platform!r}", False
     if not is_built(platform):
         return f"{_not_built(platform)}: install jax_ep with it", True
+    if platform != "cpu" and capability:
+        built_for = str(getattr(_load(platform), "architectures", "all"))  # `library` refuses one of another version
+        if not any(_has_code(name, capability) for name in built_for.split()):
+            gpu = f"{device.device_kind} ({capability})"
+            return f"its library is compiled for {built_for}, and not for {gpu}: install jax_ep again here", True
     return None
+
+
+def _has_code(architecture: str, capability: str) -> bool:
+    """Whether a library that is compiled for an architecture, as CMake calls it, has code for a GPU.
+
+    Machine code runs on GPUs of its generation that are not older, and PTX on all that are not older.
+    """
+    if architecture.startswith("gfx"):
+        return architecture == capability.split(":")[0]
+    parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
+    if parts is None:
+        return True  # "all", "native"
+    oldest, gpu = int(parts[1]), round(10 * float(capability))
+    if parts[2] == "a":
+        return oldest == gpu
+    has_ptx = not parts[2] and parts[3] != "-real"
+    return oldest <= gpu and (has_ptx or oldest // 10 == gpu // 10)
 
 
 def _not_built(platform: str) -> str:

@@ -214,32 +214,48 @@ def test_no_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFi
     ]
 
 
+OTHER = "XLA and Pallas kernels, as its library is compiled for {}, and not for X ({}): install jax_ep again here"
 NOT_BUILT = "no jax_ep library is built for platform {} (built: ()): install jax_ep with it"
 
 
 @pytest.mark.parametrize(
     ("platform", "version", "kind", "built", "who", "could_be"),
     [
-        ("gpu", "cuda 13", "9.0", True, "kernels", False),
-        ("gpu", "cuda 13", "9.0", False, "XLA and Pallas kernels, as " + NOT_BUILT.format("'cuda'"), True),
-        ("gpu", "cuda 12", "7.5", True, "XLA, as its library needs a compute capability of 8, which X has not", False),
-        ("gpu", "rocm 7", "gfx942", False, "XLA and Pallas kernels, as " + NOT_BUILT.format("'hip'"), True),
+        ("gpu", "cuda 13", "9.0", "90-real", "kernels", False),
+        ("gpu", "cuda 13", "12.1", "90a 90-real 120-real", "kernels", False),
+        ("gpu", "cuda 13", "8.6", "90a 80-virtual", "kernels", False),
+        ("gpu", "cuda 13", "10.0", "90", "kernels", False),
+        ("gpu", "cuda 13", "8.0", "all-major", "kernels", False),
+        ("gpu", "cuda 13", "8.0", "90a 90", OTHER.format("90a 90", "8.0"), True),
+        ("gpu", "cuda 13", "10.0", "90a-real 90-real", OTHER.format("90a-real 90-real", "10.0"), True),
+        ("gpu", "rocm 7", "gfx942:xnack-", "gfx950 gfx942", "kernels", False),
+        ("gpu", "rocm 7", "gfx90a", "gfx942", OTHER.format("gfx942", "gfx90a"), True),
+        ("gpu", "cuda 13", "9.0", None, "XLA and Pallas kernels, as " + NOT_BUILT.format("'cuda'"), True),
+        (
+            "gpu",
+            "cuda 12",
+            "7.5",
+            "80-virtual",
+            "XLA, as its library needs a compute capability of 8, which X has not",
+            False,
+        ),
+        ("gpu", "rocm 7", "gfx942", None, "XLA and Pallas kernels, as " + NOT_BUILT.format("'hip'"), True),
         (
             "gpu",
             "rocm 7",
             "gfx1100",
-            True,
+            "gfx1100",
             "XLA and Pallas kernels, as its library needs waves of 64 lanes (gfx9), which X (gfx1100) has not",
             False,
         ),
-        ("tpu", "", "", False, "XLA, as it has no library for platform 'tpu'", False),
+        ("tpu", "", "", None, "XLA, as it has no library for platform 'tpu'", False),
     ],
 )
 def test_who_computes_the_ops_of_a_device(
     platform: str,
     version: str,
     kind: str,
-    built: bool,
+    built: str | None,
     who: str,
     could_be: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -247,7 +263,8 @@ def test_who_computes_the_ops_of_a_device(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """`info` says it. A group warns if there could be a library, and otherwise informs."""
-    monkeypatch.setattr(ffi, "is_built", lambda platform: built)
+    monkeypatch.setattr(ffi, "is_built", lambda platform: built is not None)
+    monkeypatch.setattr(ffi, "_load", lambda platform: SimpleNamespace(architectures=built))
     client = SimpleNamespace(platform_version=version)
     device = SimpleNamespace(platform=platform, client=client, compute_capability=kind, device_kind="X")
     device.id = device.process_index = 0
@@ -255,6 +272,7 @@ def test_who_computes_the_ops_of_a_device(
     with monkeypatch.context() as patch:
         patch.setattr(jax, "devices", lambda: [device])
         assert info() == 0
+    monkeypatch.undo()
     assert f"; ops: {who}\n" in capsys.readouterr().out
     if missing is not None:
         monkeypatch.setattr(ffi, "without_kernels", lambda device: missing)
