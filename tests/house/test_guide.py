@@ -79,3 +79,11 @@ def test_the_first_program_runs_without_a_library() -> None:
     output = helpers.run_python("-c", code, JAX_EP_TEST_WITHOUT_LIBRARY="1")
     assert output.count("Group: its ops are computed by XLA") == 1, output
     assert 0 < float(output.split("fell to")[1]) < 1
+
+
+@pytest.mark.usefixtures("native")
+def test_the_first_example_warns_of_nothing() -> None:
+    """On GPUs Pallas kernels multiply its float32 rows."""
+    example = BLOCK.search(TEXTS["README.md"])
+    assert example is not None
+    assert helpers.run_python("-W", "error", "-c", example[1]).endswith("(64, 32)\n")
