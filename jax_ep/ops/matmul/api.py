@@ -363,7 +363,7 @@ def _choose(
         and all(x.matrix.size // gemm.CORE_MULTIPLE < 2**31 for x in (left, right) if isinstance(x, GatheredRows))
     ):
         return "core"
-    by_pallas = _platforms(settings) and left.dtype in pallas.DTYPES and all(x.size < 2**31 for x in arrays)
+    by_pallas = _platforms(settings) and left.dtype in checks.TOKEN_DTYPES and all(x.size < 2**31 for x in arrays)
     return "pallas" if by_pallas else "xla"
 
 

@@ -3,13 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import pallas_kernels
 from jax_ep.ops.matmul.gated import KnownUnit
 from jax_ep.ops.matmul.rows import Rows, matrix_and_indices
-
-DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)))
 
 
 def grouped_matmul(lhs: Rows, rhs: jax.Array, group_sizes: jax.Array, **options: Any) -> jax.Array:
