@@ -44,18 +44,22 @@ def sums(
     unit: Callable[..., jax.Array] = silu_gated,
     weigh_inputs: bool = False,
     float8: bool = False,
+    qwix: bool = False,
 ) -> jax.Array:
     """The sums [R, T, H] of weight * ((unit(x gate + b, x up + b)) down + b); without gate, of unit(x up + b).
 
     Args:
       ids: [R, T, K]; an assignment outside [0, E) counts as zero.
       float8: products are those of rounded operands, their derivatives those of the operands as they are.
+      qwix: both are those of operands in float8, with a scale for each row, and for each column of a rank's matrices.
     """
     experts = layer.down.shape[0] * layer.down.shape[1]
     weights = layer.weights[..., None]
     rows = layer.tokens[:, :, None] * (weights if weigh_inputs else 1)  # [R, T, K or 1, H]
 
     def multiplied(rows: jax.Array, matrix: Any, bias: Any, how: str) -> jax.Array:
+        if qwix:
+            rows, matrix = through_float8(rows, rows.shape[-1]), through_float8(matrix, *matrix.shape[1:3], 1)
         matrix = matrix.reshape(experts, *matrix.shape[2:])
         product = jnp.einsum(how, rows, matrix)
         if float8:
@@ -81,7 +85,7 @@ def exactly() -> Iterator[None]:
         yield
 
 
-@partial(jax.jit, static_argnames=("unit", "weigh_inputs", "float8"))
+@partial(jax.jit, static_argnames=("unit", "weigh_inputs", "float8", "qwix"))
 def _with_gradients(layer: Layer, biases: Biases, cotangent: jax.Array, ids: jax.Array, **form: Any) -> tuple[Any, ...]:
     out, pull = jax.vjp(lambda layer, biases: sums(layer, biases, ids, **form), layer, biases)
     return out, *pull(cotangent)

@@ -3,12 +3,12 @@
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from jax_ep._kit import checks, vary
+from jax_ep._kit import checks, quantization, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
+from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.moe.experts import ExpertsCall, Operands, ProductFunction, experts_of_tokens
 from jax_ep.ops.moe.settings import validated
 from jax_ep.ops.moe.shared_tokens import sums_of_shared_tokens
@@ -57,7 +57,8 @@ def moe_mlp(
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'] that replaces `jax_ep.lax.ragged_dot`,
         for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis
-        counts the rank's experts. Rows after the last group are zero, and their products are ignored.
+        counts the rank's experts. Rows after the last group are zero, and their products are ignored. In a model that
+        qwix quantizes, the default is qwix' product.
       shared_tokens: all ranks have the same tokens, ids and weights, for example when they serve one batch. The
         `in_specs` of these are `P()`, and the `out_specs` of the result may be `P()`, too. Each rank multiplies the
         rows of its own experts, and `jax.lax.psum` adds the sums of the ranks. An even load is then T * K / R rows.
@@ -106,13 +107,21 @@ def moe_mlp(
         shared_tokens=shared_tokens,
     )
     varying = Operands(*vary.vary_alike(group.axis_name, *operands, experts))
-    product = None if product is None else layer_checks.checked_product(op, product)
+    if product is not None:
+        product = layer_checks.checked_product(op, product)
+    elif quantization.is_by_qwix(op, "ragged_dot", precision=precision):
+        product = matmul.ragged_dot
     call = ExpertsCall(dispatch_call, unit, in_float8, weigh_inputs, product)
     out, stats = (sums_of_shared_tokens if shared_tokens else experts_of_tokens)(call, varying)
     if shared_experts is None:
         return out, stats
     first_biases, down_bias = product_biases(shared_experts)
     first = zip(shared_experts.first_matrices, first_biases, strict=True)
-    products = tuple(with_bias(jnp.dot(tokens, matrix), bias) for matrix, bias in first)
+    products = tuple(with_bias(_dot(tokens, matrix), bias) for matrix, bias in first)
     hidden = unit_of(op, shared_experts, "shared_experts")(products)
-    return out + with_bias(jnp.dot(hidden, shared_experts.down), down_bias), stats
+    return out + with_bias(_dot(hidden, shared_experts.down), down_bias), stats
+
+
+def _dot(rows: jax.Array, matrix: jax.Array) -> jax.Array:
+    """The product, by the function that qwix replaces: `jnp.dot` and `jax.lax.dot` do not call it in every trace."""
+    return jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))

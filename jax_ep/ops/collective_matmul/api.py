@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, gemm, vary
+from jax_ep._kit import checks, gemm, quantization, vary
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.linear import linear
 from jax_ep.group import Group, check_group
@@ -141,7 +141,8 @@ def _result_dtype(
 
 
 def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Array, rhs: jax.Array) -> Resolved:
-    if group._resolve(op, implementation) == "xla":
+    by = group._resolve(op, implementation)
+    if quantization.is_by_qwix(op, "dot_general", implementation=implementation) or by == "xla":
         return "xla"
     served = group.platform == "cpu" or (
         group.platform == "cuda"
@@ -163,7 +164,7 @@ def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: 
     """The op in plain jax.lax: `implementation="xla"`."""
     if op == "all_gather_matmul":
         lhs = jax.lax.all_gather(lhs, axis_name, tiled=True)
-    product = jax.lax.dot(lhs, rhs, preferred_element_type=dtype)
+    product = _dot(lhs, rhs, (1, 0), dtype)  # by the function that qwix replaces
     if op == "matmul_reduce_scatter":
         return jax.lax.psum_scatter(product, axis_name, tiled=True)
     return jax.lax.psum(product, axis_name) if op == "matmul_all_reduce" else product

@@ -12,7 +12,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, ffi, gemm, vary
+from jax_ep._kit import checks, ffi, gemm, quantization, vary
 from jax_ep._kit.batches import by_platform
 from jax_ep._kit.checks import Implementation, PyTree
 from jax_ep._kit.float8 import Float8
@@ -73,7 +73,7 @@ def ragged_dot(
     kernels multiply other operands and on other GPUs, `jax.lax.ragged_dot` on CPUs. Kernels accumulate in float32 in
     one fixed order, so the same operands give the same bits. Gradients run on the same kernels, with the cotangent
     rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA cannot partition
-    kernels.
+    kernels. In a model that qwix quantizes, the product is qwix' on every platform.
 
     Args:
       lhs: [M, K] rows; the rows of a group are next to each other. With `lhs_indices` any number of rows, in any order.
@@ -93,7 +93,8 @@ def ragged_dot(
 
     Raises:
       TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8 or a
-        qwix.QArray, `lhs_indices` are no integers [M], or the implementation asked for cannot serve the call.
+        qwix.QArray, `lhs_indices` are no integers [M], or the implementation asked for cannot serve the call; or a
+        rule of qwix asks for a product that its provider does not have.
       PlatformError: "kernels" was asked for, and there are none here.
       NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
     """
@@ -123,7 +124,7 @@ def ragged_dot(
                 f"{_NEEDS[implementation]}, and a precision that is no algorithm, "
                 f"got {checks.describe(lhs)} and {checks.describe(rhs)}"
             )
-    return _product("plain", settings, preferred_element_type, rows, rhs, group_sizes)
+    return _product("ragged_dot", "plain", settings, preferred_element_type, rows, rhs, group_sizes)
 
 
 def ragged_dot_general(
@@ -165,7 +166,7 @@ def ragged_dot_general(
         options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, **options)
     settings = ProductSettings(precision=precision)
-    return _product(form, settings, preferred_element_type, lhs, rhs, group_sizes)
+    return _product(op, form, settings, preferred_element_type, lhs, rhs, group_sizes)
 
 
 def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
@@ -176,6 +177,7 @@ def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Ar
 
 
 def _product(
+    op: str,
     form: Form,
     settings: ProductSettings,
     preferred_element_type: DTypeLike | None,
@@ -185,6 +187,8 @@ def _product(
 ) -> jax.Array:
     operands = vary.vary_alike(None, left, right, group_sizes)
     by_xla = partial(_by_xla, form, settings.precision, preferred_element_type)
+    if form != "contracted" and quantization.is_by_qwix(op, "ragged_dot", implementation=settings.implementation):
+        return by_xla(*operands)
     dtype = jax.eval_shape(by_xla, *operands).dtype  # with all checks of JAX
     return grouped_product(form, settings, dtype, *operands)
 
