@@ -20,6 +20,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import Mesh
 
 from jax_ep._kit import checks, float8, meshes, vary
+from jax_ep._kit.scopes import op_scope
 from jax_ep.errors import PlatformError
 from jax_ep.version import __version__
 
@@ -309,7 +310,8 @@ def call(
         returned = called(*operands, **attributes)[: len(names)]
         return returned if ranks is None else _unfused(returned)
 
-    return dict(zip(names, sequential_vmap(one_call)(*operands), strict=True))
+    with op_scope(op):
+        return dict(zip(names, sequential_vmap(one_call)(*operands), strict=True))
 
 
 def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[jax.Array]:

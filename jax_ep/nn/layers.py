@@ -6,6 +6,7 @@ import jax
 
 from jax_ep._kit import checks, quantization, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.nn import layer_checks
 from jax_ep.ops.matmul import api as matmul
@@ -16,6 +17,7 @@ from jax_ep.ops.moe.types import MoeStats
 from jax_ep.ops.moe.units import Experts, product_biases, unit_of, with_bias
 
 
+@op_scope("moe_mlp")
 def moe_mlp(
     tokens: jax.Array,
     expert_ids: jax.Array,

@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged.api import ragged_all_to_all
 
@@ -146,6 +147,7 @@ def _in_place(new: list[int], had: np.ndarray) -> list[int]:
     return [left.pop(0) if expert is None else expert for expert in kept]
 
 
+@op_scope("replicate")
 def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Tree:
     """The matrices [S / R, ...] of this rank's slots. Call it on every rank, in `jax.shard_map`, with its own experts.
 

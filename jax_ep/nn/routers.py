@@ -21,6 +21,7 @@ from jax_ep._kit import checks
 from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.pallas_kernels import Groups
 
 Array = jax.Array | np.ndarray
@@ -38,6 +39,7 @@ class Routed(NamedTuple):
     weights: jax.Array
 
 
+@op_scope("softmax_top_k")
 def softmax_top_k(
     logits: Array,
     top_k: int,
@@ -69,6 +71,7 @@ def softmax_top_k(
     return _route(op, how, logits, scale, None, ids, mask)
 
 
+@op_scope("sigmoid_top_k")
 def sigmoid_top_k(
     logits: Array,
     top_k: int,

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jax_ep._kit import checks, gemm, quantization, vary
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.collective_matmul import kernels
 from jax_ep.ops.collective_matmul.kernels import MatmulConfig
@@ -107,15 +108,18 @@ def _call(
 ) -> jax.Array:
     check_group(op, group)
     dtype = _result_dtype(op, lhs, rhs, bias, group, preferred_element_type)
-    lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
-    if _resolve(op, group, implementation, lhs, rhs) == "xla":
-        agreement = Agreement(group._participants, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype)
-        out: jax.Array = agreement.leave(_by_xla(op, group.axis_name, dtype, *agreement.enter((lhs, rhs))))
-    elif op == "all_gather_matmul":
-        out = _gather(MatmulConfig(group, dtype), lhs, rhs)
-    else:
-        out = _reduce(MatmulConfig(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), lhs, rhs)
-    return out if bias is None else out + bias.astype(dtype)
+    with op_scope(op):
+        lhs, rhs = vary.vary_alike(group.axis_name, lhs, rhs)
+        if _resolve(op, group, implementation, lhs, rhs) == "xla":
+            agreement = Agreement(
+                group._participants, op, lhs=lhs.shape, rhs=rhs.shape, operands=lhs.dtype, result=dtype
+            )
+            out: jax.Array = agreement.leave(_by_xla(op, group.axis_name, dtype, *agreement.enter((lhs, rhs))))
+        elif op == "all_gather_matmul":
+            out = _gather(MatmulConfig(group, dtype), lhs, rhs)
+        else:
+            out = _reduce(MatmulConfig(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), lhs, rhs)
+        return out if bias is None else out + bias.astype(dtype)
 
 
 def _result_dtype(

@@ -17,6 +17,7 @@ from jax_ep._kit.batches import by_platform
 from jax_ep._kit.checks import Implementation, PyTree
 from jax_ep._kit.float8 import Float8
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.errors import PlatformError
 from jax_ep.ops.matmul import kernels, pallas
 from jax_ep.ops.matmul.gated import KnownUnit
@@ -52,6 +53,7 @@ _CONTRACT_ROWS = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
+@op_scope("ragged_dot")
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -127,6 +129,7 @@ def ragged_dot(
     return _product("ragged_dot", "plain", settings, preferred_element_type, rows, rhs, group_sizes)
 
 
+@op_scope("ragged_dot_general")
 def ragged_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -333,7 +336,7 @@ def _by(
         call = partial(getattr(pallas, name), precision=settings.precision, **options)
         ways = {"cpu": {"interpret": True}, "rocm": {"shared_bytes": gemm.ROCM_SHARED_BYTES}}
         platforms = {platform: partial(call, **ways.get(platform, {})) for platform in _platforms(settings)}
-    return by_platform(by_xla, **platforms)
+    return op_scope("ragged_dot")(by_platform(by_xla, **platforms))
 
 
 def _platforms(settings: ProductSettings) -> tuple[str, ...]:

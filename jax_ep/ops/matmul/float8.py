@@ -17,6 +17,7 @@ from jax_ep._kit.batches import by_platform
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear, without_gradient
+from jax_ep._kit.scopes import op_scope
 from jax_ep.ops.matmul import api, kernels
 from jax_ep.ops.matmul.quantize import (
     as_array,
@@ -37,6 +38,7 @@ NO_PRODUCT_GRADIENT = (
 )
 
 
+@op_scope("float8.dot")
 def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLike | None = None) -> jax.Array:
     """The product of rows and a matrix in float8. It has no gradient.
 
@@ -56,6 +58,7 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
     return float8_product(dtype, lhs, one_group, jnp.array([lhs.bits.shape[0]], jnp.int32))
 
 
+@op_scope("float8.ragged_dot")
 def ragged_dot(
     lhs: jax.Array | Float8Rows,
     rhs: jax.Array | Float8Weights,

@@ -12,9 +12,11 @@ from jax_ep._kit import checks, float8, gemm
 from jax_ep._kit.batches import by_platform
 from jax_ep._kit.float8 import BITS, BLOCK, FLOAT8, Float8, Float8Rows, Float8Weights
 from jax_ep._kit.linear import without_gradient
+from jax_ep._kit.scopes import op_scope
 from jax_ep.pallas_kernels.call import HAS_TRITON
 
 
+@op_scope("quantize_rows")
 def quantize_rows(rows: jax.Array) -> Float8Rows:
     """Rows [M, H] of bfloat16, float16 or float32 as `Float8Rows`: a scale per 128 values of a row.
 
@@ -27,6 +29,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
     return float8.rows_to_float8(rows)
 
 
+@op_scope("quantize_weights")
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
 
@@ -43,6 +46,7 @@ def quantize_weights(weights: jax.Array) -> Float8Weights:
     return as_float8_weights(weights)
 
 
+@op_scope("dequantize")
 def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The rows or weights that `quantize_rows` or `quantize_weights` quantized, with the rounding of float8.
 

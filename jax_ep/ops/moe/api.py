@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
@@ -194,6 +195,7 @@ def combine(
     return run_combine(group, expert_outputs, routing, by_kernels=by_kernels)
 
 
+@op_scope("dispatch")
 def run_dispatch(
     call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
@@ -226,6 +228,7 @@ def run_dispatch(
     return checkpoint_name(agreement.leave(out), DISPATCHED)
 
 
+@op_scope("combine")
 def run_combine(group: Group, expert_outputs: jax.Array, routing: Routing, *, by_kernels: bool) -> jax.Array:
     if by_kernels and not isinstance(routing, NodeRouting):
         return intranode_combine(group, expert_outputs, routing.weights, routing)

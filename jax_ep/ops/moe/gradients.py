@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.settings import DispatchConfig
@@ -43,6 +44,7 @@ from jax_ep.ops.moe.types import (
 _Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weights, and the routing
 
 
+@op_scope("scatter")
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
 
@@ -81,6 +83,7 @@ def scatter_all(group: Group, tokens: Sequence[jax.Array], routings: Sequence[Ro
     return received
 
 
+@op_scope("combine")
 def intranode_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     return combine_chunks(group, WHOLE, expert_outputs, weights, routing)[0]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep._kit import checks, ffi, vary
 from jax_ep._kit.checks import AxisName, Implementation
+from jax_ep._kit.scopes import op_scope
 from jax_ep.errors import InvalidRoutingError
 from jax_ep.group import Group, check_group, find_group
 from jax_ep.ops.ragged import kernels, xla
@@ -23,6 +24,7 @@ MAX_ROWS = 2**31 - 2**20 - 1  # kernels count rows in int32, in steps of all thr
 MAX_SLICES = ffi.MAIL_NUMBERS  # for one peer
 
 
+@op_scope("ragged_all_to_all")
 def ragged_all_to_all(
     operand: jax.Array,
     output: jax.Array,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_ep._kit import checks, gemm, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.sparse import kernels, nodes, pallas, xla
 from jax_ep.ops.sparse.types import Method, SparseConfig, SparseOp, SparseRows, Union, check_sparse_rows
@@ -20,6 +21,7 @@ from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 
+@op_scope("sparse_all_reduce")
 def sparse_all_reduce(
     rows: SparseRows,
     *,

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import OnOverflow
+from jax_ep._kit.scopes import op_scope
 from jax_ep._kit.sums import Segments, places_of_sorted, runs_of_sorted, sorted_with_order, sum_segments
 from jax_ep.group import keep_or_raise
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
 from jax_ep.runtime.undelivered import capacity_error, undelivered_if
 
 
+@op_scope("coalesce")
 def coalesce(rows: SparseRows, *, capacity: int | None = None, on_overflow: OnOverflow = "raise") -> SparseRows:
     """Adds up the entries of each row: sorted different ids, padded with id `num_rows` and zero values.
 

@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from jax_ep._kit import checks
 from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.api import combine, run_dispatch
 from jax_ep.ops.moe.settings import validated
@@ -65,6 +66,7 @@ def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
+@op_scope("sharded_lookup")
 def sharded_lookup(
     table: jax.Array,
     ids: T,
