@@ -19,7 +19,8 @@ class PeerLostError(JaxEpError):
 class MismatchError(JaxEpError):
     """Two ranks ran different ops at a time, or one op with different shapes, dtypes or options. For example, ops ran
     in another order, or the last batch had another size. The group has failed: close it and open a new one. But if CPU
-    processes exchange by XLA, nothing was exchanged, and the group remains usable.
+    processes exchange by XLA, nothing was exchanged, and the group remains usable. With JAX_EP_DEBUG_CHECKS=1 also:
+    ranks of a layer with shared_tokens=True have different tokens; its sums are NaN, and the group remains usable.
     """
 
 

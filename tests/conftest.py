@@ -18,6 +18,7 @@ from jax_ep._kit import ffi, gemm
 # All before the backend starts. A host's GPUs, where it has some, come before these CPU devices.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")  # GPUs would round float32 operands to tf32
+os.environ.setdefault("JAX_EP_DEBUG_CHECKS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # test processes share a GPU
 
 OpenGroup = Callable[..., Group]

@@ -140,21 +140,27 @@ def is_in_float8(op: str, precision: object, wire: object, experts: Experts, pro
     return True
 
 
-def check_shared_tokens(op: str, shared_tokens: bool, tokens: jax.Array, group: Group, wire: object) -> None:
-    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`."""
+def check_shared_tokens(op: str, shared_tokens: bool, group: Group, wire: object, **operands: Any) -> None:
+    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`.
+
+    Args:
+      operands: tokens, expert_ids and weights, which may be None.
+    """
     checks.check_bool(op, "shared_tokens", shared_tokens)
     if not shared_tokens:
-        if same_on_all_ranks(group, tokens):
+        if same_on_all_ranks(group, operands["tokens"]):
             what = "computes all of them: pass shared_tokens=True"
             note_same_tokens(logging.WARNING, op, group.size, what)
         return
     if wire is not None:
         raise ValueError(f"{op}: wire must be None where shared_tokens is true, got {wire!r}")
-    if group.size > 1 and vary.tracks_varying(group.axis_name) and vary.varies(tokens, group.axis_name):
-        raise ValueError(
-            f"{op}: tokens must be the same on all ranks where shared_tokens is true, got tokens that differ by rank: "
-            f"take {group.axis_name!r} out of their in_specs"
-        )
+    if group.size > 1 and vary.tracks_varying(group.axis_name):
+        for name, x in operands.items():
+            if isinstance(x, checks.ARRAYS) and vary.varies(x, group.axis_name):
+                raise ValueError(
+                    f"{op}: {name} must be the same on all ranks where shared_tokens is true, got {name} that differ "
+                    f"by rank: take {group.axis_name!r} out of their in_specs"
+                )
 
 
 def checked_product(op: str, product: ProductFunction) -> ProductFunction:

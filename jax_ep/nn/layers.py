@@ -64,7 +64,8 @@ def moe_mlp(
       shared_tokens: all ranks have the same tokens, ids and weights, for example when they serve one batch. The
         `in_specs` of these are `P()`, and the `out_specs` of the result may be `P()`, too. Each rank multiplies the
         rows of its own experts, and `jax.lax.psum` adds the sums of the ranks. An even load is then T * K / R rows.
-        Excludes `wire`. In the statistics `dropped` counts assignments to this rank's experts; rank 0 counts
+        Excludes `wire`. With check_vma=False ranks that differ get wrong sums; JAX_EP_DEBUG_CHECKS=1 makes them NaN and a
+        `MismatchError`. In the statistics `dropped` counts assignments to this rank's experts; rank 0 counts
         `invalid`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
@@ -92,7 +93,8 @@ def moe_mlp(
         shared_experts = layer_checks.checked_shared(op, tokens, shared_experts)
     checks.check_bool(op, "weigh_inputs", weigh_inputs)
     in_float8 = layer_checks.is_in_float8(op, precision, wire, experts, product)
-    layer_checks.check_shared_tokens(op, shared_tokens, tokens, group, wire)
+    operands = {"tokens": tokens, "expert_ids": expert_ids, "weights": weights}
+    layer_checks.check_shared_tokens(op, shared_tokens, group, wire, **operands)
     unit = unit_of(op, experts)
     dispatch_call, operands = validated(
         op,

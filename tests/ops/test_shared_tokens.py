@@ -12,7 +12,7 @@ import pytest
 from conftest import OpenGroup, Rng
 from nodes_cases import over
 
-from jax_ep import CapacityError, Experts, Gated, Group, NodeOptions, dispatch, moe_mlp
+from jax_ep import CapacityError, Experts, Gated, Group, MismatchError, NodeOptions, dispatch, moe_mlp
 from jax_ep.ops.moe import settings
 
 P = jax.sharding.PartitionSpec
@@ -128,6 +128,44 @@ def test_overflow(open_group: OpenGroup, rng: Rng) -> None:
     with helpers.expect_failure(group, CapacityError, "capacity is 8", "xla"):
         out, *_ = helpers.fetch(layer(group, True, capacity=8)(floats, ids, cotangent))
         assert np.isnan(out).all()
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("differing", ["tokens", "expert_ids", "weights"])
+@pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
+def test_operands_that_differ_by_rank(differing: str, dtype: Any, open_group: OpenGroup, rng: Rng) -> None:
+    """Without types (check_vma=False) a debug check finds one value, and with types the trace does."""
+    group = open_group(2)
+    (tokens, weights, *matrices), ids, _ = draw(rng)
+    operands = {"tokens": tokens.astype(dtype), "expert_ids": np.maximum(ids, 0), "weights": weights}
+    matrix = matrices[1].astype(dtype)
+
+    def program(check_vma: bool) -> Any:
+        def body(matrix: jax.Array, **operands: jax.Array) -> jax.Array:
+            given: Any = {"group": group, "shared_tokens": True, "activation": "relu"}
+            down = matrix.swapaxes(1, 2)
+            return helpers.moe_sums(*(operands[name][0] for name in names), None, matrix, down, **given)[None]
+
+        names = ("tokens", "expert_ids", "weights")
+        specs = {name: P("ep") if name == differing else P() for name in names}
+        mapped = jax.shard_map(
+            lambda matrix, operands: body(matrix, **operands),
+            mesh=group.mesh,
+            in_specs=(P("ep"), specs),
+            out_specs=P() if check_vma else P("ep"),
+            check_vma=check_vma,
+        )
+        return jax.jit(mapped)
+
+    given = {name: np.stack([x, x]) if name == differing else x[None] for name, x in operands.items()}
+    assert np.isfinite(helpers.wide(helpers.fetch(program(False)(matrix, given)))).all()
+    group.check()
+    given[differing][1, TOKENS - 1, 0] = 1 - np.round(given[differing][1, TOKENS - 1, 0])
+    match = f"moe_mlp: {differing} must be the same on all ranks where shared_tokens is true"
+    with helpers.expect_failure(group, MismatchError, match, "xla"):
+        assert np.isnan(helpers.wide(helpers.fetch(program(False)(matrix, given)))).all()
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(program(True), matrix, given)
 
 
 def test_types(open_group: OpenGroup, rng: Rng, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,11 +1,15 @@
 """A layer for serving, where all ranks have the same tokens: only the sums of the ranks' own experts travel."""
 
 import dataclasses
+import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep._kit import vary
+from jax_ep.errors import MismatchError
+from jax_ep.group import Group
 from jax_ep.ops.matmul.rows import GatheredRows, dense_rows
 from jax_ep.ops.moe.experts import (
     ExpertsCall,
@@ -20,7 +24,7 @@ from jax_ep.ops.moe.path import always_fits
 from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.runtime.agreement import Agreement
-from jax_ep.runtime.undelivered import nan_on_overflow
+from jax_ep.runtime.undelivered import nan_on_overflow, undelivered_if
 
 
 def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
@@ -58,5 +62,30 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
         rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
+    if os.environ.get("JAX_EP_DEBUG_CHECKS") == "1":
+        total = _nan_unless_shared(group, total, tokens, expert_ids, weights)
     invalid = jnp.where(rank == 0, count_invalid(expert_ids, config.num_experts), 0)
     return total, stats_of(routing)._replace(invalid=invalid)
+
+
+def _nan_unless_shared(group: Group, total: jax.Array, *operands: jax.Array) -> jax.Array:
+    """`total`; or NaN, and an error for `group.check()`, if the bits of tokens, ids or weights differ by rank."""
+    found = jnp.stack([_hashed(x) for x in operands])
+    differ = jax.lax.pmin(found, group.axis_name) != jax.lax.pmax(found, group.axis_name)
+
+    def error(differ: np.ndarray) -> MismatchError:
+        names = [name for name, each in zip(("tokens", "expert_ids", "weights"), differ, strict=True) if each]
+        return MismatchError(
+            f"moe_mlp: {', '.join(names)} must be the same on all ranks where shared_tokens is true, got others on "
+            f"some rank: take {group.axis_name!r} out of their in_specs"
+        )
+
+    return undelivered_if(differ.any(), total, group._keep_error, error, differ)
+
+
+def _hashed(x: jax.Array) -> jax.Array:
+    """A uint32 of the bits of an array of 16 or 32 bits a value, and of their places."""
+    words = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
+    words = words.astype(jnp.uint32).ravel()
+    mixed = (words ^ (jnp.arange(words.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)
+    return jnp.sum((mixed ^ (mixed >> 15)) * np.uint32(0xC2B2AE35), dtype=jnp.uint32)
