@@ -45,20 +45,31 @@ def is_jax_dtype(dtype: np.dtype) -> bool:
 
 
 def check_array(
-    op: str, name: str, x: object, layout: str | None = None, dtype: Any = None, *, shape: tuple[int, ...] | None = None
+    op: str,
+    name: str,
+    x: object,
+    layout: str | None = None,
+    dtype: Any = None,
+    *,
+    shape: tuple[int, ...] | None = None,
+    hint: str = "",
 ) -> None:
     """Raises ValueError or TypeError unless `x` is an array of this shape and dtype.
 
     Args:
       layout: the shape in words, such as "[T, H]". Without `shape` its number of axes counts.
       dtype: a dtype, a tuple of them, or one of `KINDS`; None: any.
+      hint: follows the error of a wrong dtype.
     """
     if not isinstance(x, ARRAYS):
         raise TypeError(f"{op}: {name} must be an array, got {describe(x)}")
     if shape is not None and x.shape != shape:
         raise ValueError(f"{op}: {name} must have shape {layout} = {shape}, got {x.shape}")
     if shape is None and layout is not None and x.ndim != layout.count(",") + 1:
-        raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}")
+        way_out = ""
+        if layout.startswith("[T") and x.ndim > layout.count(",") + 1:
+            way_out = f": flatten batches by .reshape(-1{layout[2:-1]})"
+        raise ValueError(f"{op}: {name} must have shape {layout}, got {x.shape}{way_out}")
     if dtype is None:
         return
     allowed = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -68,7 +79,7 @@ def check_array(
         allowed = tuple(map(np.dtype, allowed))
         fits, what = x.dtype in allowed, f"dtype {', '.join(map(str, allowed))}"
     if not fits:
-        raise TypeError(f"{op}: {name} must be of {what}, got {x.dtype}")
+        raise TypeError(f"{op}: {name} must be of {what}, got {x.dtype}{hint}")
 
 
 def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:

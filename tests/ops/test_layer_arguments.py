@@ -82,6 +82,12 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tokens": [1.0]}, "tokens must be an array, got list"),
+    ({"tokens": zeros(2, 3, HIDDEN)}, r"tokens .* \[T, H\], got \(2, 3, 16\): flatten batches by \.reshape\(-1, H\)"),
+    ({"expert_ids": zeros(2, 3, 3, dtype=int)}, r"expert_ids .*: flatten batches by \.reshape\(-1, K\)"),
+    (
+        {"expert_ids": zeros(6, 3), "weights": zeros(6, 3, dtype=int)},
+        "expert_ids must be of an integer dtype, got float32: the order is tokens, expert_ids, weights, but jax.lax",
+    ),
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
     ({"shared_experts": (zeros(HIDDEN, 8),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
     (

@@ -127,7 +127,8 @@ def validated(
       shared_tokens: all ranks have the same tokens, which do not travel.
     """
     checks.check_array(op, "tokens", tokens, "[T, H]", checks.TOKEN_DTYPES)
-    checks.check_array(op, "expert_ids", expert_ids, "[T, K]", np.integer)
+    order = ": the order is tokens, expert_ids, weights, but jax.lax.top_k returns weights before ids"
+    checks.check_array(op, "expert_ids", expert_ids, "[T, K]", np.integer, hint=order)
     (num_tokens, hidden), top_k = tokens.shape, expert_ids.shape[1]
     checks.check_array(op, "expert_ids", expert_ids, "[T, K]", shape=(num_tokens, top_k))
     if weights is not None:
