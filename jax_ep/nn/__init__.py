@@ -6,6 +6,7 @@ from jax_ep.nn.balance import (
     balanced_bias as balanced_bias,
     expert_load as expert_load,
     load_stats as load_stats,
+    scalars as scalars,
     z_loss as z_loss,
 )
 from jax_ep.nn.replicas import (

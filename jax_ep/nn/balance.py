@@ -14,6 +14,7 @@ import numpy as np
 from jax_ep._kit import checks
 from jax_ep._kit.checks import AxisName
 from jax_ep.nn.routers import check_mask, float32_logits, is_expert, shares
+from jax_ep.ops.moe.types import MoeStats
 
 Array = jax.Array | np.ndarray
 Score = Literal["softmax", "sigmoid"]
@@ -123,6 +124,26 @@ def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
         idle=jnp.mean(load == 0, dtype=jnp.float32),
         entropy=entropy / math.log(load.size) if load.size > 1 else jnp.ones(()),
     )
+
+
+def scalars(stats: MoeStats, *, ranks: int | None = None) -> dict[str, jax.Array]:
+    """What a layer counted as scalars by name, for TensorBoard and other logs.
+
+    Args:
+      stats: of a whole layer, as `jax.shard_map` returns it by `P(axis_name)`.
+      ranks: of the group, for the load by rank; None leaves it out.
+
+    Returns:
+      "assignments", "dropped" and "invalid" (int32); `LoadStats` as "expert_load/max_over_mean", ".../idle" and
+      ".../entropy"; with `ranks` also as "rank_load/...".
+    """
+    if not isinstance(stats, MoeStats):
+        raise TypeError(f"scalars: stats must be a jax_ep.MoeStats, got {checks.describe(stats)}")
+    found = {"assignments": stats.counts.sum(), "dropped": stats.dropped.sum(), "invalid": stats.invalid.sum()}
+    loads = {"expert_load": load_stats(stats.counts)}
+    if ranks is not None:
+        loads["rank_load"] = load_stats(stats.counts, ranks=ranks)
+    return found | {f"{name}/{field}": x for name, load in loads.items() for field, x in load._asdict().items()}
 
 
 def _check_load(op: str, load: Array) -> None:

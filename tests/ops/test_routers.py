@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 from test_pallas_kernels import H200, INTERPRET
 
 import jax_ep
-from jax_ep import Implementation, nn
+from jax_ep import Implementation, MoeStats, nn
 from jax_ep.nn.balance import Score
 from jax_ep.pallas_kernels import Groups, RouterTiling, best_groups, route
 
@@ -369,6 +369,17 @@ def test_loads() -> None:
     np.testing.assert_allclose(nn.load_stats(jnp.zeros(4)), [0, 1, 0], atol=1e-6)
 
 
+def test_scalars() -> None:
+    counts = jnp.array([3, 1, 1, 0, 0, 0, 0, 1], jnp.int32)
+    stats = MoeStats(counts, jnp.array([1, 2], jnp.int32), jnp.array([0, 4], jnp.int32))
+    found = {name: float(x) for name, x in jax.jit(partial(nn.scalars, ranks=2))(stats).items()}
+    wanted = {"assignments": 6, "dropped": 3, "invalid": 4, "expert_load/max_over_mean": 4, "expert_load/idle": 0.5}
+    wanted |= {"rank_load/max_over_mean": 5 / 3, "rank_load/idle": 0}
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert found.keys() - wanted.keys() == {"expert_load/entropy", "rank_load/entropy"}
+    assert not any("rank" in name for name in nn.scalars(stats))
+
+
 def test_a_bias_balances(rng: np.random.Generator) -> None:
     """Skewed logits: in some steps the busiest expert has little more than the mean."""
     logits = (rng.standard_normal((512, EXPERTS)) + np.linspace(0, 2, EXPERTS)).astype(np.float32)
@@ -553,6 +564,14 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.balance_loss, (X, ROUTED.expert_ids), {"score": "tanh"}, "score must be one of"),
     (nn.balance_loss, (X, X), {}, "expert_ids must be of an integer dtype, got"),
     (nn.z_loss, (X, zeros(4, bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(4,\)"),
+    (
+        nn.softmax_top_k,
+        (zeros((2, 3, 8)), 2),
+        {},
+        r"logits .*, got \(2, 3, 8\): flatten batches by \.reshape\(-1, E\)$",
+    ),
+    (nn.z_loss, (X, zeros((2, 10), bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(2, 10\)"),
+    (nn.scalars, (X,), {}, r"stats must be a jax_ep\.MoeStats, got float32\[20,16\]"),
     (nn.z_loss, (X[0],), {}, r"logits must have shape \[T, E\], got \(16,\)"),
     (nn.z_loss, (X, zeros(TOKENS)), {}, "mask must be of dtype bool, got float64"),
     (nn.balanced_bias, (zeros(3), zeros(4)), {}, r"load must have shape that of bias = \(3,\)"),
