@@ -35,7 +35,7 @@ class InvalidRoutingError(JaxEpError):
 
 
 class GroupClosedError(JaxEpError):
-    """The group was closed before the operation ran."""
+    """The group was closed before the operation ran: await its results first, as by `jax.block_until_ready`."""
 
 
 class PlatformError(JaxEpError):

@@ -1,13 +1,15 @@
 """A group: the devices along one mesh axis, their signal pads, and its lifetime."""
 
+import contextlib
 import threading
+import time
 import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
@@ -21,6 +23,11 @@ from jax_ep.runtime.liveness import Liveness, heartbeat_thread
 from jax_ep.runtime.progress import Progress
 
 OnLost = Literal["raise", "exit"]
+_EXPLICIT = (
+    "jax_ep: the mesh has axes of AxisType.Explicit, as by jax.make_mesh, over which jax.shard_map takes arrays "
+    "in the shards of in_specs alone: place them by jax.reshard(x, jax.P(...)), or make the mesh with "
+    "axis_types=(jax.sharding.AxisType.Auto,) * len(axis_names)."
+)
 _open: "weakref.WeakSet[Group]" = weakref.WeakSet()
 _open_lock = threading.Lock()  # a WeakSet must not change while another thread iterates over it
 
@@ -29,7 +36,8 @@ class Group:
     """The ranks along one axis of a mesh, and the memory through which they signal.
 
     A mesh with further axes gives one independent group per line along the axis: the ops never talk across lines.
-    Use it as a context manager, or call `close()`. Await results before closing.
+    Use it as a context manager, or call `close()`: both wait for the arrays on its devices, unless an exception leaves
+    the block.
 
     Args:
       mesh: the mesh of `jax.shard_map`: the same axes and devices, in the same order. Other axes raise an error when an
@@ -115,7 +123,7 @@ class Group:
             try:
                 liveness = self._liveness(ranks, inside._backend.native, waits, on_lost)
             except BaseException:
-                inside.close()
+                inside._close(in_order=True)
                 raise
             return NodesBackend(ranks, inside._backend, liveness)
         if self._spans_cpu_processes:
@@ -210,8 +218,21 @@ class Group:
         return [] if self._backend.native is None else native.history(self._backend.native)
 
     def close(self) -> None:
-        """Ends the group and frees its memory. Ops that still run get a `GroupClosedError`. May be called twice."""
+        """Ends the group and frees its memory. May be called twice.
+
+        It first waits, for `timeout` at most, until all live arrays on the group's devices are computed. An op that
+        runs later, or whose results nobody holds, gets a `GroupClosedError`.
+        """
+        if not self._closed:
+            self._await_arrays()
         self._close(in_order=True)
+
+    def _await_arrays(self) -> None:
+        deadline, devices = time.monotonic() + self.timeout, set(self.mesh.devices.flat)
+        for array in jax.live_arrays(self.mesh.devices.flat[0].platform):
+            with contextlib.suppress(RuntimeError):  # it was donated meanwhile
+                while devices & array.sharding.device_set and not array.is_ready() and time.monotonic() < deadline:
+                    time.sleep(0.001)
 
     def _close(self, *, in_order: bool) -> None:
         with self._lock:
@@ -283,7 +304,12 @@ class Group:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._close(in_order=exc_type is None)
+        if exc_type is None:
+            self.close()
+            return
+        self._close(in_order=False)
+        if isinstance(exc, ValueError) and "in_specs" in str(exc) and AxisType.Explicit in self.mesh.axis_types:
+            exc.add_note(_EXPLICIT)
 
     def __repr__(self) -> str:
         if self._closed:

@@ -24,6 +24,12 @@ struct GroupError {
   std::string message;
 };
 
+inline GroupError closed_too_early() {
+  return {ErrorKind::group_closed,
+          "the group was closed before the op ran: first await its results, as by "
+          "jax.block_until_ready"};
+}
+
 inline std::string text_of(const GroupError& error) { return name_of(error.kind) + (": " + error.message); }
 
 class GroupException : public std::runtime_error {

@@ -127,7 +127,7 @@ void* Group::reach(RankId rank_id, int mail_index, void* data, std::size_t bytes
 // Grows by doubling, so that there are few sizes. The old region stays, as a captured graph may still use it.
 Region Group::staging(RankId rank_id, int mail_index, std::size_t bytes) {
   std::lock_guard lock(regions_mutex_);
-  if (released_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran"});
+  if (released_) throw GroupException(closed_too_early());
   Region& region = staging_[{index_of(rank_id), mail_index}];
   if (region.bytes >= bytes) return region;
   std::size_t enough = kLeastStaging;
@@ -200,7 +200,7 @@ std::optional<RankId> Group::find_rank_id(int ordinal) const {
 }
 
 void Group::close() {
-  fail({ErrorKind::group_closed, "the group was closed before the op ran"});
+  fail(closed_too_early());
   if (sharing_) sharing_->close();
 }
 

@@ -80,8 +80,8 @@ void close_all() {
 
 GroupError group_not_open() {
   return {ErrorKind::group_closed,
-          "the group of this program is closed, or was never opened here: open a jax_ep.Group over the mesh and axis "
-          "that the program was compiled for"};
+          "the group of this program is closed, or was never opened here: await results before closing, or open a "
+          "jax_ep.Group over the mesh and axis that the program was compiled for"};
 }
 
 xla::ffi::Error to_ffi(const GroupError& error) {

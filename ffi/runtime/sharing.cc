@@ -169,7 +169,7 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
   const Peer& peer = peers_[process];
   const bool in_time = changed_.wait_until(lock, deadline, [&] { return ready() || !peer.gone.empty() || closing_; });
   if (ready()) return;
-  if (closing_) throw GroupException({ErrorKind::group_closed, "the group was closed before the op ran"});
+  if (closing_) throw GroupException(closed_too_early());
   if (in_time) throw GroupException({ErrorKind::peer_lost, name_of(process) + peer.gone});
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%g", timeout_.count());

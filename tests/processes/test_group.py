@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup, Rng
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from jax_ep import Experts, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
@@ -131,6 +131,44 @@ def test_closed(group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     with pytest.raises(GroupClosedError, match="closed"):
         helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="xla")(*case)
+
+
+@pytest.mark.parametrize("leave", [Group.close, lambda group: group.__exit__(None, None, None)], ids=["close", "with"])
+def test_close_awaits_results(leave: Any, native: None, open_group: OpenGroup, rng: Rng) -> None:
+    """An exception does not, and what did not run says so."""
+    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+
+    def late(rows: jax.Array) -> jax.Array:
+        """`rows`, after half a second of one core."""
+        slow = jax.lax.fori_loop(0, 100, lambda _, m: jnp.tanh(m @ m), jnp.full((300, 300), rows[0, 0]))
+        return rows + 0 * slow[0, 0]
+
+    def program(group: Group) -> Any:
+        return helpers.dispatch_combine(group, num_experts=EXPERTS, experts=late)
+
+    group = open_group(SIZE)
+    results = program(group)(*case)
+    leave(group)
+    assert np.isfinite(helpers.fetch(results)[1]).all()
+
+    if jax.default_backend() == "cpu":
+        group = open_group(SIZE)
+        results = program(group)(*case)
+        group.__exit__(KeyError, KeyError(), None)
+        with helpers.awaiting_failure(group, "GroupClosedError: the group .*await .*results"):
+            helpers.fetch(results)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_arrays_on_explicit_axes(kind: AxisType) -> None:
+    """JAX's error for arrays that are not in the shards of in_specs says what to do about the mesh."""
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(kind,), devices=jax.devices()[:2])
+    mapped = jax.jit(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    fails = pytest.raises(ValueError, match="in_specs") if kind == AxisType.Explicit else contextlib.nullcontext()
+    with fails as caught, Group(mesh, "ep"):
+        mapped(jnp.ones(2))
+    if caught is not None:
+        assert "axis_types=(jax.sharding.AxisType.Auto,)" in caught.value.__notes__[-1]
 
 
 def test_describes_itself(group: Group) -> None:
