@@ -64,9 +64,9 @@ def moe_mlp(
       shared_tokens: all ranks have the same tokens, ids and weights, for example when they serve one batch. The
         `in_specs` of these are `P()`, and the `out_specs` of the result may be `P()`, too. Each rank multiplies the
         rows of its own experts, and `jax.lax.psum` adds the sums of the ranks. An even load is then T * K / R rows.
-        Excludes `wire`. With check_vma=False ranks that differ get wrong sums; JAX_EP_DEBUG_CHECKS=1 makes them NaN and a
-        `MismatchError`. In the statistics `dropped` counts assignments to this rank's experts; rank 0 counts
-        `invalid`.
+        Excludes `wire`. With check_vma=False, ranks that differ get wrong sums; JAX_EP_DEBUG_CHECKS=1 makes these NaN
+        and raises a `MismatchError`. In the statistics `dropped` counts assignments to this rank's experts; rank 0
+        counts `invalid`.
       implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
 
     | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |
