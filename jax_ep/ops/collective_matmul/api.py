@@ -119,7 +119,7 @@ def _call(
             out = _gather(MatmulConfig(group, dtype), lhs, rhs)
         else:
             out = _reduce(MatmulConfig(group, dtype, reduce_scatter=op == "matmul_reduce_scatter"), lhs, rhs)
-        return out if bias is None else out + bias.astype(dtype)
+        return out if bias is None else out + bias.astype(dtype)[None]
 
 
 def _result_dtype(
