@@ -119,17 +119,8 @@ def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
         call = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
         numbers = {name: np.int64(size) for name, size in sizes.items()}
-        return call(
-            rows,
-            offsets,
-            offsets,
-            offsets,
-            offsets,
-            rows + 1,
-            group=np.int64(helpers.native(group).id),
-            **numbers,
-            **RELEASE,
-        )
+        group_id = np.int64(helpers.native(group).id)
+        return call(rows, *[offsets] * 4, rows + 1, group=group_id, **numbers, **RELEASE)
 
     rows, offsets = np.zeros((SIZE, 4, 4), np.float32), np.zeros((SIZE, SIZE), np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
@@ -150,90 +141,71 @@ def test_a_mark_is_in_place(operands: int, message: str, group: Group) -> None:
 
 
 # Products that need no group: one op. The library for CPUs has no kernels for them, but checks their calls alike.
-# By a name of the test: settings, operands (name, dtype, shape), and the result.
-GROUPED: dict[str, tuple[dict[str, Any], list[tuple[str, str, tuple[int, ...]]], tuple[str, tuple[int, ...]]]] = {
+# By a name of the test: settings, operands and results.
+FLOAT16 = {"dtype": "float16", "operand_dtype": "float16"}
+FLOAT8 = {"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256}
+GATED_FLOAT8 = FLOAT8 | {"dtype": "float8_e4m3fn", "formula": "gated", "activation": "relu", "n": 128, "k": 256}
+RHS_FLOAT8 = "rhs uint8[2,256,128] rhs_scales float32[2,2,1] group_sizes int32[2]"
+GROUPED: dict[str, tuple[dict[str, Any], str, str]] = {
     "rows": (
         {"dtype": "float32"},
-        [("lhs", "bfloat16", (3, 16)), ("rhs", "bfloat16", (2, 16, 8))],
-        ("float32", (3, 8)),
+        "lhs bfloat16[3,16] rhs bfloat16[2,16,8] group_sizes int32[2]",
+        "result float32[3,8] workspace uint8[256]",
     ),
     "contraction": (
-        {"dtype": "float16", "operand_dtype": "float16", "grouping": "k_grouped", "m": 24, "k": 3},
-        [("lhs", "float16", (3, 24)), ("rhs", "float16", (3, 8))],
-        ("float16", (2, 24, 8)),
+        FLOAT16 | {"grouping": "k_grouped", "m": 24, "k": 3},
+        "lhs float16[3,24] rhs float16[3,8] group_sizes int32[2]",
+        "result float16[2,24,8]",
     ),
     "gathered rows": (
         {"gathered": "lhs", "source_rows": 5},
-        [("lhs", "bfloat16", (5, 16)), ("rhs", "bfloat16", (2, 16, 8))],
-        ("bfloat16", (3, 8)),
+        "lhs bfloat16[5,16] rhs bfloat16[2,16,8] group_sizes int32[2] indices int32[3]",
+        "result bfloat16[3,8] workspace uint8[256]",
     ),
     "gated": (
         {"formula": "gated", "activation": "silu", "columns": 16},
-        [("lhs", "bfloat16", (3, 16)), *((name, "bfloat16", (2, 16, 16)) for name in ("rhs", "second_rhs"))],
-        ("bfloat16", (3, 8)),
+        "lhs bfloat16[3,16] rhs bfloat16[2,16,16] second_rhs bfloat16[2,16,16] group_sizes int32[2]",
+        "result bfloat16[3,8] workspace uint8[256]",
     ),
     "summed": (
-        {"dtype": "float16", "operand_dtype": "float16", "formula": "summed", "rhs_is_k_by_n": False},
-        [
-            *(("lhs", "float16", (3, 16)), ("rhs", "float16", (2, 8, 16))),
-            *(("second_lhs", "float16", (3, 16)), ("second_rhs", "float16", (2, 8, 16))),
-        ],
-        ("float16", (3, 8)),
+        FLOAT16 | {"formula": "summed", "rhs_is_k_by_n": False},
+        "lhs float16[3,16] rhs float16[2,8,16] second_lhs float16[3,16] "
+        "second_rhs float16[2,8,16] group_sizes int32[2]",
+        "result float16[3,8] workspace uint8[256]",
     ),
-    "float8": (
-        {"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
-        [
-            *(("lhs", "uint8", (3, 128)), ("lhs_scales", "float32", (3, 1))),
-            *(("rhs", "uint8", (2, 256, 128)), ("rhs_scales", "float32", (2, 2, 1))),
-        ],
-        ("bfloat16", (3, 256)),
-    ),
+    "float8": (FLOAT8, f"lhs uint8[3,128] lhs_scales float32[3,1] {RHS_FLOAT8}", "result bfloat16[3,256]"),
     "gathered float8": (
-        {
-            **{"operand_dtype": "float8_e4m3fn", "rhs_is_k_by_n": False, "n": 256, "k": 128, "columns": 256},
-            **{"gathered": "lhs", "source_rows": 5},
-        },
-        [
-            *(("lhs", "uint8", (5, 128)), ("lhs_scales", "float32", (5, 1))),
-            *(("rhs", "uint8", (2, 256, 128)), ("rhs_scales", "float32", (2, 2, 1))),
-        ],
-        ("bfloat16", (3, 256)),
+        FLOAT8 | {"gathered": "lhs", "source_rows": 5},
+        f"lhs uint8[5,128] lhs_scales float32[5,1] {RHS_FLOAT8} indices int32[3]",
+        "result bfloat16[3,256]",
     ),
     "gated float8": (
-        {
-            **{"dtype": "float8_e4m3fn", "operand_dtype": "float8_e4m3fn", "formula": "gated", "activation": "relu"},
-            **{"rhs_is_k_by_n": False, "n": 128, "k": 256, "columns": 256},
-        },
-        [
-            *(("lhs", "uint8", (3, 256)), ("lhs_scales", "float32", (3, 2))),
-            *(("rhs", "uint8", (2, 256, 256)), ("rhs_scales", "float32", (2, 2, 2))),
-            *(("second_rhs", "uint8", (2, 256, 256)), ("second_rhs_scales", "float32", (2, 2, 2))),
-        ],
-        ("uint8", (3, 128)),
+        GATED_FLOAT8,
+        "lhs uint8[3,256] lhs_scales float32[3,2] rhs uint8[2,256,256] rhs_scales float32[2,2,2] "
+        "second_rhs uint8[2,256,256] second_rhs_scales float32[2,2,2] group_sizes int32[2]",
+        "result uint8[3,128] scales float32[3,1]",
     ),
 }
-GROUP_SIZES = ("group_sizes", "int32", (2,))
-MORE_OPERANDS: dict[str, Any] = {case: [("indices", "int32", (3,))] for case in ("gathered rows", "gathered float8")}
-MORE_RESULTS = {"gated float8": [jax.ShapeDtypeStruct((3, 1), np.float32)]}
-TILES_OFF_A_COUNTER = ("rows", "gathered rows", "gated", "summed")
+
+
+def buffers(text: str) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each."""
+    found = re.findall(r"(\w+) (\w+)\[([\d,]+)\]", text)
+    return [(name, dtype, tuple(map(int, shape.split(",")))) for name, dtype, shape in found]
 
 
 def settings_of(case: str, **change: Any) -> dict[str, Any]:
     plain = {"dtype": "bfloat16", "operand_dtype": "bfloat16", "grouping": "m_grouped", "formula": "store"}
     plain |= {"activation": "none", "limit": 0.0, "slope": 0.0, "keeps_products": False, "is_biased": False}
-    plain |= {"rhs_is_k_by_n": True}
-    plain |= {"gathered": "none", "source_rows": 0}
+    plain |= {"rhs_is_k_by_n": True, "gathered": "none", "source_rows": 0}
     return {**plain, "m": 3, "n": 8, "k": 16, "groups": 2, "columns": 8, **GROUPED[case][0], **change}
 
 
-def call_grouped(case: str, operands: list[Any], result: Any) -> Any:
-    workspace = [jax.ShapeDtypeStruct((256,), np.uint8)] if case in TILES_OFF_A_COUNTER else []
+def call_grouped(case: str, operands: list[Any], results: list[jax.ShapeDtypeStruct]) -> Any:
     wide = {int: np.int64, float: np.float32}
     attributes = {key: wide.get(type(value), lambda x: x)(value) for key, value in settings_of(case).items()}
-    results = [result, *MORE_RESULTS.get(case, []), *workspace]
-    return jax.jit(lambda *x: jax.ffi.ffi_call("jax_ep_grouped_matmul", results)(*x, **attributes, **RELEASE))(
-        *operands
-    )
+    call = jax.ffi.ffi_call("jax_ep_grouped_matmul", results)
+    return jax.jit(lambda *x: call(*x, **attributes, **RELEASE))(*operands)
 
 
 def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
@@ -242,25 +214,25 @@ def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
 
 @pytest.mark.parametrize("case", GROUPED)
 def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
-    _, named, (dtype, shape) = GROUPED[case]
-    operands = [*named, GROUP_SIZES, *MORE_OPERANDS.get(case, [])]
+    operands, results = map(buffers, GROUPED[case][1:])
+    _, dtype, shape = results[0]
     assert types_of("grouped_matmul", **settings_of(case))[0] == ("result", dtype, list(shape))
-    result = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-    arrays = [zeros_of(*each) for _, *each in operands]
+    result, *others = (jax.ShapeDtypeStruct(shape, dtype) for _, dtype, shape in results)
+    arrays = [zeros_of(other, sizes) for _, other, sizes in operands]
     for i, (buffer, other, sizes) in enumerate(operands):
         given = list(arrays)
         for shape_given in ((*sizes[:-1], sizes[-1] + 1), (*sizes, 1), sizes[:-1]):
             given[i] = zeros_of(other, shape_given)
             text = f"grouped_matmul: {buffer} must be {other}{list(sizes)}, got {other}{list(shape_given)}"
             with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
-                helpers.fetch(call_grouped(case, given, result))
+                helpers.fetch(call_grouped(case, given, [result, *others]))
     for wrong in (jax.ShapeDtypeStruct((*shape, 1), result.dtype), jax.ShapeDtypeStruct(shape, np.int8)):
         text = f"grouped_matmul: result must be {dtype}{list(shape)}"
         with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
-            helpers.fetch(call_grouped(case, arrays, wrong))
+            helpers.fetch(call_grouped(case, arrays, [wrong, *others]))
     if jax.default_backend() == "cpu":
         with pytest.raises(jax.errors.JaxRuntimeError, match="grouped_matmul: only Hopper GPUs have it"):
-            helpers.fetch(call_grouped(case, arrays, result))
+            helpers.fetch(call_grouped(case, arrays, [result, *others]))
 
 
 DTYPES = {"dtype": "float32", "operand_dtype": "bfloat16"}
