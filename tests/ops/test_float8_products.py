@@ -45,9 +45,7 @@ def test_rows(dtype: np.dtype, rng: helpers.Rng) -> None:
 
 
 def test_weights(rng: helpers.Rng) -> None:
-    weights = rng.standard_normal((3, 256, 384)).astype(np.float32) * rng.lognormal(0, 3, (3, 256, 1)).astype(
-        np.float32
-    )
+    weights = (rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))).astype(np.float32)
     weights[1, :128, 128:256] = 0
     quantized = helpers.fetch(jax.jit(quantize_weights)(weights))
     assert quantized.values.dtype == oracle.FP8
@@ -188,16 +186,6 @@ def test_products_of_a_batch(rng: helpers.Rng) -> None:
         assert_product(each, *multiplied(case, rows, drawn[0][1]))
 
 
-def test_products_have_no_gradient(rng: helpers.Rng) -> None:
-    lhs, rhs = draw_product(PRODUCTS[0], rng)
-
-    def loss(scales: jax.Array) -> jax.Array:
-        return float8.ragged_dot(replace(lhs, scales=scales), rhs, jnp.array(PRODUCTS[0].sizes)).sum()
-
-    with pytest.raises(TypeError, match=r"^products of float8 operands have no gradient: .*moe_mlp"):
-        jax.grad(loss)(lhs.scales)
-
-
 WEIGHTS = Float8Weights(helpers.zeros((2, 128, 256), np.uint8), helpers.zeros((2, 1, 2)))
 ROWS = Float8Rows(helpers.zeros((4, 256), np.uint8), helpers.zeros((4, 2)))
 PLAIN, SIZES = helpers.zeros((4, 256)), helpers.zeros((2,), np.int32)
@@ -270,22 +258,26 @@ def test_gradients_pass_straight_through(quantized: bool, rng: helpers.Rng) -> N
     np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
-def test_quantized_matrices_have_no_gradient(rng: helpers.Rng) -> None:
-    lhs, sizes = jnp.asarray(rng.standard_normal((8, 256)), BFLOAT16), jnp.array([3, 5])
-    rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 256, 128)), jnp.float32))
+@pytest.mark.parametrize(
+    ("quantized", "match"),
+    [(("lhs", "rhs"), "products of float8 operands have no .*moe_mlp"), (("rhs",), "float8.ragged_dot: rhs in float8")],
+)
+def test_float8_has_no_gradient(quantized: tuple[str, ...], match: str, rng: helpers.Rng) -> None:
+    lhs, rhs = draw_product(PRODUCTS[0], rng)
 
     def loss(scales: jax.Array) -> jax.Array:
-        return float8.ragged_dot(lhs, replace(rhs, scales=scales), sizes).sum()
+        left = replace(lhs, scales=scales) if "lhs" in quantized else dequantize(lhs, jnp.float32)
+        right = rhs if "lhs" in quantized else replace(rhs, scales=scales)
+        return float8.ragged_dot(left, right, jnp.array(PRODUCTS[0].sizes)).sum()
 
-    with pytest.raises(TypeError, match=r"^float8.ragged_dot: rhs in float8 has no gradient"):
-        jax.grad(loss)(rhs.scales)
+    with pytest.raises(TypeError, match=f"^{match}"):
+        jax.grad(loss)(lhs.scales if "lhs" in quantized else rhs.scales)
 
 
-def test_weights_of_float8_arrays(group: Group, rng: helpers.Rng) -> None:
+def test_weights_of_float8_arrays(rng: helpers.Rng) -> None:
     """They are those of the bits, of numpy, of JAX, and traced."""
     lhs, sizes = jnp.asarray(rng.standard_normal((8, 128)), jnp.float32), jnp.array([3, 5])
-    matrices = rng.standard_normal((group.size, 2, 128, 128)).astype(np.float32)
-    rhs = quantize_weights(matrices[0])
+    rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 128, 128)), jnp.float32))
     wanted = float8.ragged_dot(lhs, rhs, sizes)
     different: list[Any] = [rhs.values, np.asarray(rhs.values)]
     for values in different:
@@ -293,22 +285,13 @@ def test_weights_of_float8_arrays(group: Group, rng: helpers.Rng) -> None:
         np.testing.assert_array_equal(given.bits, rhs.bits, strict=True)
         np.testing.assert_array_equal(float8.ragged_dot(lhs, given, sizes), wanted)
 
-    def layers(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrix: jax.Array) -> list[jax.Array]:
-        of_bits = quantize_weights(matrix)
-        of_values = Float8Weights(of_bits.values, of_bits.scales)
-        options: dict[str, Any] = {"group": group, "precision": "float8"}
-        return [helpers.moe_sums(tokens, ids, weights, *[each] * 3, **options) for each in (of_bits, of_values)]
-
-    case = helpers.draw_case(rng, group.size, 8, 2, 2 * group.size, 128, matrices.dtype)
-    of_bits, of_values = helpers.run(group, layers, *case, matrices)
-    np.testing.assert_array_equal(of_bits, of_values)
-
-
-def _without_scales(weights: Float8Weights) -> Float8Weights:
-    return replace(weights, scales=weights.scales[:, :1])
+    traced = jax.jit(lambda values: float8.ragged_dot(lhs, Float8Weights(values, rhs.scales), sizes))
+    np.testing.assert_array_equal(traced(rhs.values), wanted)
 
 
 def test_wrong_layers(group: Group) -> None:
+    def without_scales(weights: Float8Weights) -> Float8Weights:
+        return replace(weights, scales=weights.scales[:, :1])
 
     def layer(hidden: int, width: int, wrong: dict[int, Any] | None = None, **options: Any) -> Any:
         def body() -> jax.Array:
@@ -329,4 +312,4 @@ def test_wrong_layers(group: Group) -> None:
     with pytest.raises(ValueError, match=r"^moe_mlp: experts.down must have shape .* = \(1, 256, 128\), got Float8"):
         layer(128, 256, {2: lambda down: quantize_weights(down.swapaxes(1, 2))}, precision="float8")
     with pytest.raises(ValueError, match=r"^moe_mlp: experts.gate.scales must have shape .* = \(1, 2, 1\), got"):
-        layer(128, 256, {0: lambda gate: _without_scales(quantize_weights(gate))}, precision="float8")
+        layer(128, 256, {0: lambda gate: without_scales(quantize_weights(gate))}, precision="float8")
