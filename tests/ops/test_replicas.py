@@ -157,18 +157,6 @@ def test_turns_do_not_follow_the_order_of_tokens(offset: int, rng: Rng) -> None:
             assert actual[place] == (-1 if expert == -1 else 7)
 
 
-def test_without_implicit_promotion(implementation: Implementation, group: Group) -> None:
-    plan = nn.plan_replicas(np.ones(8), num_ranks=SIZE, num_slots=12)
-
-    def body(experts: jax.Array, ids: jax.Array, plan: nn.ReplicaPlan) -> Any:
-        slots = nn.physical_ids(ids, plan, offset=jax.lax.axis_index("ep"))
-        return nn.replicate(experts, plan, group=group, implementation=implementation), slots
-
-    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=(P("ep"), P("ep"), P()), out_specs=P("ep"))
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(jax.grad(lambda *given: mapped(*given)[0].sum()), jnp.ones((8, 3)), jnp.zeros((4, 1), int), plan)
-
-
 def test_replicas_of_no_loads_are_spread() -> None:
     np.testing.assert_array_equal(nn.plan_replicas(np.zeros(6), num_ranks=4, num_slots=8).counts, [2, 2, 1, 1, 1, 1])
 
@@ -196,7 +184,8 @@ def test_matrices_go_out_and_gradients_come_home(implementation: Implementation,
         out, pull, sent = jax.vjp(whole, given, has_aux=True)
         return out, sent, pull(jax.tree.map(lambda c, x: c.astype(x.dtype), cotangent, out))[0]
 
-    out, sent, gradient = helpers.fetch(both(given, plan, cotangent))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        out, sent, gradient = helpers.fetch(both(given, plan, cotangent))
     np.testing.assert_array_equal(sent, codes[plan.experts])
     for name, x in given.items():
         np.testing.assert_array_equal(out[name], x[plan.experts])
@@ -207,7 +196,10 @@ def test_matrices_go_out_and_gradients_come_home(implementation: Implementation,
 
 @pytest.mark.usefixtures("native")
 def test_a_layer_of_replicas_trains(group: Group, rng: Rng) -> None:
-    """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing."""
+    """Values, and gradients of the experts' own matrices, are the oracle's; another plan compiles nothing.
+
+    JAX refuses operands of different ranks or dtypes.
+    """
     size = experts = SIZE
     case = helpers.draw_case(rng, size, 16, 2, experts, 8)
     case.ids[:, :, 0], case.ids[:, :, 1] = 1, np.where(case.ids[:, :, 1] == 1, 2, case.ids[:, :, 1])
@@ -231,13 +223,14 @@ def test_a_layer_of_replicas_trains(group: Group, rng: Rng) -> None:
 
     program = jax.jit(jax.grad(loss, has_aux=True))
     plan = nn.plan_replicas(np.bincount(case.ids.ravel(), minlength=experts), num_ranks=size, num_slots=2 * size)
-    gradient, (out, stats) = helpers.fetch(program(jax.tree.map(jnp.asarray, flat), plan))
+    other = nn.plan_replicas(np.ones(experts), num_ranks=size, num_slots=2 * size)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        gradient, (out, stats) = helpers.fetch(program(jax.tree.map(jnp.asarray, flat), plan))
+        jax.block_until_ready(program(jax.tree.map(jnp.asarray, flat), other))
+    assert len(traced) == 1
     wanted, wanted_gradient = moe_oracle.gated_experts(model, case.ids, target.reshape(case.tokens.shape))
     np.testing.assert_allclose(out, wanted.reshape(out.shape), rtol=0, atol=1e-5 * np.abs(wanted).max())
     for a, w in zip(gradient, wanted_gradient, strict=True):
         np.testing.assert_allclose(a, w.reshape(a.shape), rtol=0, atol=2e-5 * np.abs(w).max())
     assert np.bincount(case.ids.ravel()).max() > 1.9 * case.ids.size / size  # which one rank had without replicas
     assert stats.counts.reshape(size, -1).sum(axis=1).max() < 1.3 * case.ids.size / size
-    other = nn.plan_replicas(np.ones(experts), num_ranks=size, num_slots=2 * size)
-    jax.block_until_ready(program(jax.tree.map(jnp.asarray, flat), other))
-    assert len(traced) == 1
