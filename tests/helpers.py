@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,10 +54,12 @@ def largest_size() -> int:
     return max(size for size in SIZES if size <= len(jax.devices()))
 
 
-def per_rank(function: Callable[..., Any], mesh: Mesh, *, check_vma: bool = True) -> jax.stages.Wrapped:
-    """jit of `function` on every device: its arguments and results get the mesh's axes as leading axes."""
-    spec = PartitionSpec(*mesh.axis_names)
-    axes = len(mesh.axis_names)
+def per_rank(
+    function: Callable[..., Any], mesh: Mesh, *, names: Sequence[str] = (), check_vma: bool = True
+) -> jax.stages.Wrapped:
+    """jit of `function` on every device: its arguments and results get these axes of the mesh, or all, in front."""
+    spec = PartitionSpec(*(names or mesh.axis_names))
+    axes = len(spec)
 
     def body(*arguments: Any) -> Any:
         here = jax.tree.map(lambda x: x.reshape(x.shape[axes:]), arguments)

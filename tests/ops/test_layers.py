@@ -1,11 +1,9 @@
 """`moe_mlp` against the oracle, and against the chain of ops that it stands for, differentiated by JAX.
 
-Sums have the bits of the chain. Gradients have as many roundings or fewer, so they are as near to the exact ones. In
-float8 they differ by rounding; those of the weights go straight through the last product's, too.
+Sums have the bits of the chain. Gradients have as many roundings or fewer, so they are as near to the exact ones.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import helpers
@@ -13,43 +11,35 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import layer_cases
+import matrix_forms
 import moe_oracle
 import numpy as np
 import oracle
 import pytest
 from conftest import OpenGroup, Rng
 from helpers import DTYPES
-from layer_cases import EXPERTS, HIDDEN, ROWS, SIZE, WIDTH, Body, assert_near, assert_same_bits, draw, layer_of
+from layer_cases import EXPERTS, SIZE, assert_near, assert_same_bits, draw, layer_of
+from matrix_forms import LAYER, alone
 from moe_oracle import Layer
 
-from jax_ep import Experts, Gated, Group, Implementation, combine, dispatch, float8, lax, moe_mlp
-from jax_ep.float8 import Float8Rows, quantize_rows, quantize_weights
+from jax_ep import Experts, Gated, Group, Implementation, combine, dispatch, lax, moe_mlp
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("form", ["silu", "biased", "of the user", "two matrices"])
-def test_rows_are_not_kept(form: str, open_group: OpenGroup, rng: Rng) -> None:
+@pytest.mark.parametrize("name", ["default", "several clamped, biased", "activation gated", "matrices two"])
+def test_rows_are_not_kept(name: str, open_group: OpenGroup, rng: Rng) -> None:
     """What the backward pass of a layer holds: each token where it landed, and the products before the unit."""
-    group, held = open_group(1), []
-    gated, two = Gated(lambda gate, up: jnp.tanh(gate) * (up + 1)), form == "two matrices"
+    group, form, held = open_group(1), alone(LAYER)[name], []
 
-    def layer(model: Layer, ids: jax.Array) -> jax.Array:
-        biases = (model.gate[:, 0], model.up[:, 0], model.down[:, 0]) if form == "biased" else None
-        gate = None if two else model.gate
-        activation: Any = gated if form in ("biased", "of the user") else "silu"
-        experts = Experts(gate=gate, up=model.up, down=model.down, biases=biases, activation=activation)
-        return moe_mlp(model.tokens, ids, model.weights, experts, group=group, capacity=ROWS)[0]
-
-    def body(model: Layer, ids: jax.Array) -> jax.Array:
-        out, pull = jax.vjp(lambda m: layer(m, ids), model)
+    def body(floats: Any, known: Any) -> jax.Array:
+        out, pull = jax.vjp(lambda floats: matrix_forms.layer(form, group)(floats, known), floats)
         held.extend(x.shape for x in jax.tree.leaves(pull))
         return out
 
-    drawn, case, _ = draw(rng, np.float32)
-    jax.eval_shape(helpers.per_rank(body, group.mesh), *jax.tree.map(lambda x: x[:1], (drawn, case.ids)))
-    assert held.count((layer_cases.TOKENS, HIDDEN)) == 1
-    assert held.count((ROWS, HIDDEN)) == 0
-    assert held.count((ROWS, WIDTH)) == (1 if two else 2)
+    jax.eval_shape(helpers.per_rank(body, group.mesh), *matrix_forms.draw(form, 1, rng, layer=True)[:2])
+    assert held.count((matrix_forms.TOKENS, matrix_forms.HIDDEN)) == 1
+    assert held.count((matrix_forms.EVEN, matrix_forms.HIDDEN)) == 0
+    assert held.count((matrix_forms.EVEN, matrix_forms.WIDTH)) == (1 if name == "matrices two" else 2)
 
 
 def assert_as_near(ours: Layer, others: Layer, exact: Layer) -> None:
@@ -80,24 +70,12 @@ def test_against_the_chain(dtype: np.dtype, group: Group, rng: Rng) -> None:
         assert_as_near(gradient, gradient_of_chain, moe_oracle.gated_experts(layer, case.ids, cotangent)[1])
 
 
-def draw_shared(rng: Rng) -> list[np.ndarray]:
-    """Of twice the width; the same on all ranks."""
-    shapes = ((HIDDEN, 2 * WIDTH), (HIDDEN, 2 * WIDTH), (2 * WIDTH, HIDDEN))
-    drawn = ((rng.standard_normal(shape) / shape[0] ** 0.5).astype(np.float32) for shape in shapes)
-    return [np.broadcast_to(x, (SIZE, *x.shape)) for x in drawn]
-
-
 @pytest.mark.usefixtures("native")
 def test_a_shared_expert_waits_for_no_rows(group: Group, rng: Rng) -> None:
-    """Nor do rows wait for it: neither's products come into the other's operands, until both are added."""
-    layer, case, _ = draw(rng, np.float32)
-
-    def body(model: Layer, shared: list[Any], ids: jax.Array) -> jax.Array:
-        gate, up, down = shared
-        experts = Experts(gate=gate, up=up, down=down)
-        return layer_of(group, "kernels", shared_experts=experts)(model.tokens, ids, *model[1:])
-
-    traced = jax.make_jaxpr(helpers.per_rank(body, group.mesh))(layer, draw_shared(rng), case.ids)
+    """Rows do not wait for it either: neither product is an operand of the other until both are added."""
+    form = alone(LAYER)["shared yes"]
+    operands = matrix_forms.draw(form, SIZE, rng, layer=True)
+    traced = jax.make_jaxpr(helpers.per_rank(matrix_forms.layer(form, group), group.mesh))(*operands[:2])
     (jitted,) = traced.eqns
     (mapped,) = (each.params["jaxpr"] for each in jitted.params["jaxpr"].eqns if each.primitive.name == "shard_map")
     behind: dict[Any, set[str]] = {}  # for every value, what it was made of
@@ -156,31 +134,6 @@ def test_padding_and_an_infinite_slope(form: str, implementation: Implementation
         assert_near(by_factor.sum(), np.sum(wanted * cotangent) / 2, 1e-4)  # sums grow as the root of the factor
 
 
-PROMOTED: list[dict[str, Any]] = [{}, {"wire": "float8"}, {"precision": "float8"}, {"weigh_inputs": True}]
-PROMOTED += [{"shared_tokens": True}, {"on_overflow": "drop", "capacity": ROWS // 2}]
-
-
-@pytest.mark.parametrize("options", PROMOTED, ids=str)
-def test_without_implicit_promotion(
-    options: dict[str, Any], implementation: Implementation, group: Group, rng: Rng
-) -> None:
-    """Layers with biases and a shared expert, where JAX refuses operands of different ranks or dtypes."""
-    model, case, _ = draw(rng, np.float32, hidden=128, width=128)
-    square = jnp.ones((128, 128))
-    shared = Experts(gate=square, up=square, down=square, biases=(jnp.ones(128), jnp.ones(128), jnp.ones(128)))
-
-    def loss(model: Layer, ids: jax.Array) -> jax.Array:
-        biases = model.gate[:, 0], model.up[:, 0], model.down[:, 0]
-        how: Any = {"shared_experts": shared, "implementation": implementation} | options
-        tokens, weights, ids = jax.lax.psum((model.tokens, model.weights, ids), "ep") if shares else (*model[:2], ids)
-        experts = Experts(gate=model.gate, up=model.up, down=model.down, biases=biases)
-        return moe_mlp(tokens, ids, weights, experts, group=group, **how)[0].sum()
-
-    shares = "shared_tokens" in options
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(helpers.per_rank(jax.grad(loss), group.mesh), model, case.ids)
-
-
 def test_stats(implementation: Implementation, group: Group, rng: Rng) -> None:
     capacity = 8
     layer, case, _ = draw(rng, np.float32)
@@ -202,106 +155,18 @@ def test_stats(implementation: Implementation, group: Group, rng: Rng) -> None:
     assert out.shape == layer.tokens.shape
 
 
-# Layers of float8 operands: 2 ranks, 4 experts.
-
-
-def float8_layer(group: Group, **options: Any) -> Body:
-    """On one rank, (tokens, ids, weights, gate, up, down) -> [T, H]."""
-    return partial(helpers.moe_sums, group=group, **{"precision": "float8"} | options)
-
-
-@jax.custom_vjp
-def straight(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The product in float8, with the gradients of the one that is not."""
-    kept = jnp.bfloat16 if rows.dtype == jnp.bfloat16 else jnp.float32
-    return float8.ragged_dot(quantized, quantize_weights(matrix), sizes, preferred_element_type=kept)
-
-
-def _forward(rows: jax.Array, quantized: Float8Rows, matrix: jax.Array, sizes: jax.Array) -> Any:
-    return straight(rows, quantized, matrix, sizes), (rows, matrix, sizes)
-
-
-def _backward(kept: Any, cotangent: jax.Array) -> Any:
-    rows, matrix, sizes = kept
-    d_rows, d_matrix = jax.vjp(lambda rows, matrix: lax.ragged_dot(rows, matrix, sizes), rows, matrix)[1](cotangent)
-    return d_rows, None, d_matrix, None
-
-
-straight.defvjp(_forward, _backward)
-
-
-def float8_chain(group: Group) -> Body:
-    """The layer op by op: rows are multiplied as they arrive in float8."""
-
-    def layer(tokens: Any, ids: Any, weights: Any, gate: Any, up: Any, down: Any) -> jax.Array:
-        sent: dict[str, Any] = {"group": group, "num_experts": 4, "wire": "float8"}
-        rows, sizes, routing = dispatch(tokens, ids, weights, **sent)
-        sent["wire"] = "float8_rows"
-        arrived = dispatch(jax.lax.stop_gradient(tokens), ids, None, **sent).rows
-        inner = jax.nn.silu(straight(rows, arrived, gate, sizes)) * straight(rows, arrived, up, sizes)
-        quantized = quantize_rows(jax.lax.stop_gradient(inner))
-        return combine(straight(inner, quantized, down, sizes), routing, group=group)
-
-    return layer
-
-
-def draw_float8(rng: Rng, dtype: Any, tokens: int = 12) -> tuple[Layer, np.ndarray, np.ndarray]:
-    case = helpers.draw_case(rng, 2, tokens, 2, 4, 256, np.dtype(dtype))
-    case.ids[0, 0], case.ids[1, :, 1] = -1, case.ids[1, :, 0]
-    layer = moe_oracle.draw_layer(rng, case.tokens, case.weights, 4, 128)
-    return layer, case.ids, rng.standard_normal(case.tokens.shape).astype(dtype)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", [helpers.DTYPES[0], helpers.DTYPES[2]], ids=str)
-def test_float8_against_the_chain(dtype: np.dtype, open_group: OpenGroup, rng: Rng) -> None:
-    group = open_group(2)
-    layer, ids, cotangent = draw_float8(rng, dtype, tokens=96)
-    both = float8_layer(group), float8_chain(group)
-    ours, wanted = (helpers.fetch(layer_cases.with_gradient(group, each)(layer, ids, cotangent)) for each in both)
-    assert_same_bits(ours[0], wanted[0])
-    for name, mine, theirs in zip(layer._fields, ours[1], wanted[1], strict=True):
-        allowed = 0.05 if name == "weights" else max(2 * float(jnp.finfo(dtype).eps), 1e-5)
-        assert helpers.relative(mine, helpers.wide(theirs)) < allowed, name
-    assert all(np.abs(helpers.wide(x)).sum() > 0 for x in ours[1])
-
-
-def test_quantized_matrices(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
-    """Matrices that come in float8, or some of them, give the bits of those that the layer quantizes. Gradients in the
-    tokens differ by the rounding of the matrices."""
-    group = open_group(2)
-    layer, ids, cotangent = draw_float8(rng, helpers.DTYPES[0])
-
-    def all_of_them(model: Layer, ids: jax.Array, cotangent: jax.Array) -> Any:
-        gate, up, down = (quantize_weights(x) for x in model[2:])
-        body = float8_layer(group, implementation=implementation)
-        chosen = (model[2:], (gate, up, down), (gate, model.up, model.down), (model.gate, model.up, down))
-        sums = [lambda x, some=some: body(x, ids, model.weights, *some) for some in chosen]
-        kept, pulls = zip(*(jax.vjp(each, model.tokens) for each in sums[:2]), strict=True)
-        return kept, [each(model.tokens) for each in sums], [pull(cotangent)[0] for pull in pulls]
-
-    kept, alone, (exact, found) = helpers.run(group, all_of_them, layer, ids, cotangent)
-    for first, *others in (kept, alone):  # a forward pass alone need not round the products by gate and up
-        for other in others:
-            assert_same_bits(other, first)
-    assert 0.001 < helpers.relative(found, helpers.wide(exact)) < 0.1
-
-
 @pytest.mark.parametrize("implementation", ["auto", "xla"])
-def test_no_gradient_of_float8(implementation: Any, open_group: OpenGroup, rng: Rng) -> None:
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_no_gradient_of_float8(name: str, implementation: Any, open_group: OpenGroup, rng: Rng) -> None:
     group = open_group(2)
-    layer, ids, _ = draw_float8(rng, np.float32)
+    form = {"precision": "float8", "frozen": (name,), "implementation": implementation}
 
-    def body(name: str, model: Layer, ids: jax.Array) -> Any:
+    def body(floats: Any, known: Any) -> Any:
         def loss(scales: jax.Array) -> jax.Array:
-            matrices = {each: getattr(model, each) for each in ("gate", "up", "down")}
-            matrices[name] = dataclasses.replace(quantize_weights(matrices[name]), scales=scales)
-            where: dict[str, Any] = {"implementation": implementation}
-            return float8_layer(group, **where)(model.tokens, ids, model.weights, **matrices).sum()
+            return layer(floats, known | {name: dataclasses.replace(known[name], scales=scales)}).sum()
 
-        return jax.grad(loss)(quantize_weights(getattr(model, name)).scales)
+        return jax.grad(loss)(known[name].scales)
 
-    for name in ("gate", "up", "down"):
-        with pytest.raises(TypeError, match=rf"^moe_mlp: experts\.{name} in float8 has no gradient"):
-            jax.eval_shape(helpers.per_rank(partial(body, name), group.mesh), layer, ids)
+    layer = matrix_forms.layer(form, group)
+    with pytest.raises(TypeError, match=rf"^moe_mlp: experts\.{name} in float8 has no gradient"):
+        jax.eval_shape(helpers.per_rank(body, group.mesh), *matrix_forms.draw(form, 2, rng, layer=True)[:2])

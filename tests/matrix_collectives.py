@@ -1,0 +1,117 @@
+"""Forms of products with a collective, of sparse_all_reduce and of ragged_all_to_all, and what numbers they must give.
+
+As in matrix_forms.py, a function of [T, H] gives [T, H], so that a scan can apply it again.
+"""
+
+from functools import partial
+from typing import Any
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from chaos.ragged import slices_of
+from matmul_cases import OPS
+from matrix_forms import BY_XLA, DTYPE, HIDDEN, TOKENS, Form, Function, Operands
+
+from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
+from jax_ep.lax import ragged_all_to_all
+
+SPARSE, RAGGED = "sparse_all_reduce", "ragged_all_to_all"
+# By name: the op and, of sparse sums, how they are reduced, whether they are sharded, and their capacity.
+COLLECTIVES: dict[str, Form] = {
+    **{op: {"collective": (op,)} for op in (*OPS, RAGGED)},
+    "sparse sum": {"collective": (SPARSE, "sum", False, TOKENS)},
+    "sparse mean, sharded": {"collective": (SPARSE, "mean", True, TOKENS)},
+    "sparse mean_by_count, drop": {"collective": (SPARSE, "mean_by_count", False, 3)},
+    "sparse mean_by_count over nodes": {"collective": (SPARSE, "mean_by_count", True, 2), "nodes": NodeOptions()},
+}
+COLLECTIVES |= {f"{name} by xla": COLLECTIVES[name] | BY_XLA for name in ("sparse mean, sharded", RAGGED, *OPS)}
+
+
+def draw(form: Form, size: int, rng: helpers.Rng) -> Operands:
+    def normal(*shape: int) -> np.ndarray:
+        return rng.standard_normal((size, *shape)).astype(DTYPE)
+
+    floats: dict[str, Any] = {"tokens": normal(TOKENS, HIDDEN)}
+    known: dict[str, Any] = {"ids": rng.integers(-1, TOKENS + 1, (size, TOKENS), np.int32)}
+    if form["collective"][0] in OPS:
+        floats |= {
+            "matrix": (normal(HIDDEN, HIDDEN) / HIDDEN**0.5).astype(DTYPE),
+            "bias": np.repeat(normal(HIDDEN)[:1], size, axis=0),
+        }
+    if form["collective"] == (RAGGED,):
+        floats["output"] = normal(TOKENS, HIDDEN)
+        known["slices"] = slices = slices_of(rng, rng.integers(0, 2, (size, size, 4 // size)), TOKENS, TOKENS)
+        slices.input_offsets[0] = 0  # rank 0 sends a row several times, whose gradient is the sum of all cotangents
+    return Operands(floats, known, known)
+
+
+def weighed(rows: jax.Array, size: int) -> jax.Array:
+    """[R, T, H] times 1 to R, so that it matters whose rows are where."""
+    return rows.reshape(-1, TOKENS, HIDDEN) * jnp.arange(1, size + 1, dtype=rows.dtype)[:, None, None]
+
+
+def collective(form: Form, group: Group) -> Function:
+    by: dict[str, Any] = {"group": group, "implementation": form.get("implementation", "auto")}
+    op, *settings = form["collective"]
+
+    def result(floats: Any, known: Any) -> jax.Array:
+        x = floats["tokens"]
+        if op == RAGGED:
+            return ragged_all_to_all(x, floats["output"], *known["slices"], axis_name=group.axis_name, **by)
+        if op == SPARSE:
+            how = dict(zip(("op", "sharded", "capacity"), settings, strict=True))
+            rows = SparseRows.from_entries(known["ids"], x, num_rows=TOKENS)
+            return sparse_all_reduce(rows, on_overflow="drop", **how, **by).todense()
+        multiply = partial(OPS[op], rhs=floats["matrix"], bias=floats["bias"], **by)
+        if op == "matmul_reduce_scatter":
+            return multiply(weighed(jnp.stack([x] * group.size), group.size).reshape(-1, HIDDEN))
+        return weighed(multiply(x), group.size).sum(axis=0) if op == "all_gather_matmul" else multiply(x)
+
+    # Zeros that vary over ranks make the result vary; the sine gives it second derivatives.
+    return lambda floats, known: jnp.sin(result(floats, known).astype(DTYPE) + 0 * floats["tokens"])
+
+
+def exact_collective(form: Form) -> Function:
+    """On all ranks, in float64."""
+    op, *settings = form["collective"]
+
+    def result(floats: Any, known: Any) -> jax.Array:
+        x, size = floats["tokens"], len(floats["tokens"])
+        if op == RAGGED:
+            return exchanged(x, floats["output"], known["slices"])
+        if op == SPARSE:
+            return reduced(x, known["ids"], *settings)
+        matrix, bias = floats["matrix"], floats["bias"][:, None]
+        if op == "all_gather_matmul":
+            each = jnp.einsum("sth,rhn->rstn", x, matrix) + bias[:, None]
+            return jnp.stack([weighed(rows, size).sum(axis=0) for rows in each])
+        total = jnp.broadcast_to(jnp.einsum("rth,rhn->tn", x, matrix), x.shape)
+        return bias + (weighed(total, size) if op == "matmul_reduce_scatter" else total)
+
+    return lambda floats, known: jnp.sin(result(floats, known))
+
+
+def reduced(x: jax.Array, ids: jax.Array, how: str, sharded: bool, capacity: int) -> jax.Array:
+    """The table of which rank r of R has the r-th part, if it is sharded; the rows that are named first find room."""
+    size = len(x)
+    named = jax.nn.one_hot(ids, TOKENS)
+    count = named.sum(axis=(0, 1))
+    divisor = {"sum": 1, "mean": size, "mean_by_count": jnp.maximum(count, 1)[:, None]}[how]
+    table = jnp.einsum("rtn,rth->nh", named, x) / divisor
+    owner = jnp.arange(TOKENS) // (-(-TOKENS // size))
+    here = (owner == jnp.arange(size)[:, None]) | (not sharded)
+    kept = here & (jnp.cumsum(here & (count > 0), axis=1) <= capacity)
+    return jnp.where(kept[..., None], table, 0)
+
+
+def exchanged(x: jax.Array, output: jax.Array, slices: Any) -> jax.Array:
+    results = list(output)
+    for source, i in np.ndindex(slices.send_sizes.shape):
+        rank = i // (slices.send_sizes.shape[1] // len(x))
+        at = jnp.arange(TOKENS) - slices.output_offsets[source, i]
+        rows = x[source][jnp.clip(at + slices.input_offsets[source, i], 0, TOKENS - 1)]
+        inside = (at >= 0) & (at < slices.send_sizes[source, i])
+        results[rank] = jnp.where(inside[:, None], rows, results[rank])
+    return jnp.stack(results)
