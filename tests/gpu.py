@@ -33,7 +33,7 @@ PAGE = ROOT / "docs" / "versions.md"
 
 # First what runs on GPUs alone, then the kernels, then all else that time is left for.
 FIRST = ("cuda", "ragged_dot", "pallas_kernels", "gated")
-FIRST += ("dispatch", "combine", "shared_tokens", "matrix")
+FIRST += ("dispatch", "combine", "matrix")
 ON_HOSTS = ("benchmarks", "guide", "house", "package")  # no kernel of a GPU runs in these
 
 
