@@ -1,5 +1,5 @@
-"""Groups over several axes of a mesh, axes that are left to the compiler, equal sub-meshes, meshes without devices;
-meshes with further axes, and operands that do not vary over every axis."""
+"""Axes that are left to the compiler, equal sub-meshes, meshes without devices, with further axes, or in another order;
+test_matrix.py has groups over two axes, and operands that are the same on all ranks."""
 
 import re
 from functools import partial
@@ -14,9 +14,8 @@ import pytest
 from conftest import OpenGroup, Rng
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
-from jax_ep import Group, Implementation, dispatch, matmul_all_reduce, sparse_all_reduce
+from jax_ep import Group, Implementation, dispatch, matmul_all_reduce
 from jax_ep.lax import ragged_all_to_all
-from jax_ep.ops.sparse.types import SparseRows
 
 EXPERTS, TOKENS, TOP_K, HIDDEN, SIZE = 8, 5, 2, 16, 4
 BOTH = ("context", "expert")
@@ -28,46 +27,6 @@ def over(mesh: Mesh, axes: Any, **options: Any) -> Group:
 
 def flat(*ranks: np.ndarray) -> list[np.ndarray]:
     return [x.reshape(-1, *x.shape[2:]) for x in ranks]
-
-
-def test_ops_over_two_axes(implementation: Implementation, rng: Rng) -> None:
-    """Each gives what it gives over one axis of as many devices in this order, as do a layer's gradients. NCCL may add
-    in another order, in the last two."""
-    rows = rng.standard_normal((SIZE * 6, HIDDEN)).astype(np.float32)
-    ids = rng.integers(0, EXPERTS, (SIZE * 6, TOP_K)).astype(np.int32)
-    gate, up = rng.standard_normal((2, EXPERTS, HIDDEN, HIDDEN)).astype(np.float32)
-
-    def results(mesh: Mesh, axes: Any) -> Any:
-        with over(mesh, axes) as group:
-            where: dict[str, Any] = {"group": group, "implementation": implementation}
-
-            def body(rows: jax.Array, ids: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
-                ones = jnp.ones(SIZE, jnp.int32)
-                there = jnp.full(SIZE, jax.lax.axis_index(axes), jnp.int32)
-                here = jnp.arange(SIZE, dtype=jnp.int32)
-                sparse = SparseRows.from_entries(ids[:, 0], rows, num_rows=EXPERTS)
-                out, pull = jax.vjp(lambda *x: helpers.moe_sums(x[0], ids, None, *x[1:], **where), rows, gate, up, up)
-                return (
-                    *(out, *pull(out)),
-                    ragged_all_to_all(rows, rows, here, ones, there, ones, axis_name=axes, **where),
-                    sparse_all_reduce(sparse, capacity=EXPERTS, sharded=True, **where).values,
-                )
-
-            def product(rows: jax.Array) -> jax.Array:
-                return matmul_all_reduce(rows, rows.T, group=group, implementation="xla")
-
-            mapped = jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
-            summed = jax.shard_map(product, mesh=mesh, in_specs=P(axes), out_specs=P())
-            return helpers.fetch((jax.jit(mapped)(rows, ids, gate, up), jax.jit(summed)(rows)))
-
-    two = results(helpers.mesh_of(context=2, expert=2), BOTH)
-    one = results(helpers.mesh_of(expert=SIZE), "expert")
-    pairs = list(zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True))
-    by_nccl = pairs[-2:] if implementation == "xla" and jax.default_backend() == "gpu" else []
-    for a, b in pairs[: len(pairs) - len(by_nccl)]:
-        np.testing.assert_array_equal(a, b)
-    for a, b in by_nccl:
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> None:
@@ -237,49 +196,6 @@ def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
     message = f"{op.split()[-1]}: the devices of jax.shard_map must be the group's in this order, {wanted}, got {here}"
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}], ids=str)
-@pytest.mark.parametrize("unvarying", ["tokens", "ids", "weights", "tokens ids weights"])
-def test_operands_equal_on_all_ranks(
-    unvarying: str, axes: dict[str, int], implementation: Implementation, open_group: OpenGroup, rng: Rng
-) -> None:
-    """`check_vma=True` knows them as unvarying; values and gradients are those of operands that are repeated."""
-    mesh = helpers.mesh_of(**axes)
-    group = open_group(mesh=mesh)
-    case = helpers.draw_case(rng, axes["ep"], TOKENS, TOP_K, EXPERTS, HIDDEN)._asdict()
-    shared = unvarying.split()
-    specs = {name: P() if name in shared else P("ep") for name in case}
-    operands = {name: x[0] if name in shared else np.concatenate(x) for name, x in case.items()}
-
-    both = helpers.round_trip(group, experts=jnp.square, num_experts=EXPERTS, implementation=implementation)
-    mapped = jax.shard_map(
-        lambda *x: both(*x)[1], mesh=mesh, in_specs=tuple(specs.values()), out_specs=P(mesh.axis_names)
-    )
-
-    def loss(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        combined = mapped(*operands)
-        return combined.sum(), combined
-
-    program = jax.jit(jax.grad(loss, argnums=(0, 2), has_aux=True))
-    (d_tokens, d_weights), combined = helpers.fetch(program(*operands.values()))
-
-    repeated = {name: np.broadcast_to(x[:1], x.shape) if name in shared else x for name, x in case.items()}
-    layout = oracle.dispatch(*repeated.values(), num_experts=EXPERTS, capacity=axes["ep"] * TOKENS * TOP_K)
-    exact = oracle.combine(layout.rows**2, layout.targets, repeated["weights"])
-    for line in combined.reshape(-1, *exact.shape):
-        np.testing.assert_allclose(line, exact, rtol=1e-5, atol=1e-6)
-
-    copies = mesh.size // axes["ep"]
-    total = repeated["weights"].sum(axis=2, keepdims=True)
-    exact_d_tokens = copies * 2 * repeated["tokens"] * total
-    exact_d_weights = np.broadcast_to(
-        copies * (repeated["tokens"] ** 2).sum(axis=2, keepdims=True), repeated["weights"].shape
-    )
-    for name, actual, wanted in (("tokens", d_tokens, exact_d_tokens), ("weights", d_weights, exact_d_weights)):
-        summed = wanted.sum(axis=0) if name in shared else np.concatenate(wanted)
-        np.testing.assert_allclose(actual, summed, rtol=1e-5, atol=1e-5)
 
 
 def test_axes_in_another_order_are_refused(open_group: OpenGroup) -> None:

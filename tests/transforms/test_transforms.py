@@ -1,8 +1,7 @@
-"""Transformations of JAX, where an op or a layer need more than right numbers (test_matrix.py): a batch (`jax.vmap`) is
-one call after the other, tangents agree with differences and with the backward pass, and `jax.checkpoint` runs again
-what its policy says."""
+"""Transformations of JAX, where an op or a layer need more than right numbers (test_matrix.py): a batch (`jax.vmap`)
+is one call after the other, and `jax.checkpoint` runs again what its policy says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,14 +12,12 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
-import sparse_cases
 from conftest import OpenGroup, Rng
 from jax.sharding import PartitionSpec as P
-from matmul_cases import OPS, served
 from test_matrix import COMBINED, DISPATCHED, POLICIES
 
 import jax_ep
-from jax_ep import Group, Implementation, SparseRows, combine, dispatch
+from jax_ep import Group, Implementation, combine, dispatch
 from jax_ep._kit import gemm
 
 SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN, LAYERS = 2, 8, 3, 4, 2, 16, 3
@@ -74,12 +71,6 @@ def gathered_gradient(by: Any, ids: jax.Array, x: jax.Array, matrices: jax.Array
     return jax.grad(lambda x: jnp.sum(product(x, matrices, jnp.array([1, 2])) ** 2))(x)
 
 
-def exchange(by: Any, ids: jax.Array, x: jax.Array) -> jax.Array:
-    two, there = jnp.full(2, 2), jnp.full(2, 2 * jax.lax.axis_index("ep"))
-    output = jnp.zeros((SIZE * 2, HIDDEN))
-    return jax_ep.lax.ragged_all_to_all(x, output, jnp.asarray([0, 2]), two, there, two, axis_name="ep", **by)
-
-
 def routers(by: Any, ids: jax.Array, logits: jax.Array) -> jax.Array:
     routing = jax_ep.nn.softmax_top_k(logits, 4)
     rounded = jax_ep.nn.round_tokens(routing, 2, EXPERTS, multiple=2, axis_name="ep")
@@ -87,23 +78,11 @@ def routers(by: Any, ids: jax.Array, logits: jax.Array) -> jax.Array:
     return jax_ep.nn.physical_ids(rounded.expert_ids, plan)
 
 
-def sparse_sum(by: Any, ids: jax.Array, values: jax.Array) -> jax.Array:
-    rows = SparseRows.from_entries(ids[:, 0], values, num_rows=EXPERTS)
-    return helpers.vary(jax_ep.sparse_all_reduce(rows, capacity=EXPERTS, **by).todense())
-
-
-def product(op: str, by: Any, ids: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    return helpers.vary(OPS[op](a, b, **by))
-
-
 ROWS, MATRIX = (TOKENS, HIDDEN), (2, HIDDEN, HIDDEN)
 SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
     "gradient of the layer": (layer_gradient, (ROWS, (TOKENS, TOP_K), *[(EXPERTS // SIZE, HIDDEN, HIDDEN)] * 3)),
     "gradient of gathered rows": (gathered_gradient, (ROWS, MATRIX)),
-    "ragged_all_to_all": (exchange, (ROWS,)),
     "routers": (routers, ((TOKENS, EXPERTS),)),
-    "sparse_all_reduce": (sparse_sum, (ROWS,)),
-    **{op: (partial(product, op), ((8, 8), (8, 8))) for op in OPS},
 }
 
 
@@ -113,8 +92,6 @@ def of_spread_batch(case: str, implementation: Implementation, open_group: OpenG
     function, shapes = SPMD_CASES[case]
     ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
     floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
-    if case in OPS:
-        floats = [x.astype(jnp.bfloat16) for x in floats]
     body = partial(function, {"group": group, "implementation": implementation})
     mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
     return mapped, jax.vmap(mapped, spmd_axis_name="dp"), (ids, *floats)
@@ -162,63 +139,6 @@ def test_a_batch_that_is_spread(case: str, implementation: Implementation, open_
     each = [helpers.fetch(alone(ids[i], *(x[i] for x in floats))) for i in range(len(ids))]
     for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):
         np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), rtol=1e-5, atol=1e-5)
-
-
-def assert_tangents(group: Group, body: Body, operands: Sequence[np.ndarray], rng: Rng, *known: np.ndarray) -> None:
-    """Of body(*operands, *known) on each rank: J v by differences, and <w, J v> = <J^T w, v>, summed over ranks."""
-
-    def products(primals: Any, tangents: Any, known: Any) -> Any:
-        def function(*primals: jax.Array) -> jax.Array:
-            return body(*primals, *known)
-
-        moved = jax.jvp(function, primals, tangents)[1]
-        out, linear = jax.linearize(function, *primals)
-        step = 2.0**-8
-        ends = [function(*(p + s * step * t for p, t in zip(primals, tangents, strict=True))) for s in (1, -1)]
-        weight = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        pulled = jax.vjp(function, *primals)[1](helpers.vary(weight))
-        back = sum(jnp.sum(a * b) for a, b in zip(pulled, tangents, strict=True))
-        return moved, linear(*tangents), (ends[0] - ends[1]) / (2 * step), jnp.sum(weight * moved), back
-
-    tangents = tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in operands)
-    moved, linear, steps, there, back = helpers.run(group, products, tuple(operands), tangents, known)
-    assert np.abs(moved).max() > 0.1
-    np.testing.assert_array_equal(moved, linear)
-    np.testing.assert_allclose(moved, steps, rtol=0, atol=5e-3 * np.abs(moved).max())
-    np.testing.assert_allclose(there.sum(), back.sum(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_gradients_of_products(op: str, implementation: Implementation, group: Group, rng: Rng) -> None:
-    """Forward over reverse."""
-    a, b = (rng.standard_normal((SIZE, 16, 16)).astype(np.float32) / 4 for _ in range(2))
-    if not served(group, implementation, (16, 16), a.dtype):
-        pytest.skip("kernels on a GPU take 16-bit operands alone")
-
-    def gradient(a: jax.Array, b: jax.Array) -> jax.Array:
-        def loss(a: jax.Array, b: jax.Array) -> jax.Array:
-            return jnp.sum(helpers.vary(OPS[op](a, b, group=group, implementation=implementation)) ** 2)
-
-        return jnp.concatenate(jax.grad(loss, argnums=(0, 1))(a, b))
-
-    assert_tangents(group, gradient, [a, b], rng)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "sharded"])
-@pytest.mark.parametrize("op", sparse_cases.OPS)
-def test_sparse_sums(op: str, sharded: bool, implementation: Implementation, group: Group, rng: Rng) -> None:
-    rows = 12
-    ids = sparse_cases.zipf(rng, SIZE, 7, rows)
-    ids[0, 0] = rows
-    values = sparse_cases.draw_values(rng, ids, 3)
-    options: dict[str, Any] = {"op": op, "sharded": sharded, "capacity": 12, "implementation": implementation}
-
-    def total(values: jax.Array, ids: jax.Array) -> jax.Array:
-        entries = SparseRows.from_entries(ids, values, num_rows=rows)
-        return helpers.vary(jax_ep.sparse_all_reduce(entries, group=group, **options).values)
-
-    assert_tangents(group, total, [values], rng, ids)
 
 
 def chain(tokens: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, *_: jax.Array, group: Group) -> Any:
