@@ -12,7 +12,6 @@ import oracle
 import pytest
 from conftest import OpenGroup, Rng
 from helpers import Case
-from nodes_cases import assert_flat, flat, over
 
 from jax_ep import CapacityError, Group, Implementation, dispatch
 from jax_ep.runtime.undelivered import capacity_error
@@ -182,63 +181,3 @@ def test_skewed_routings(
     assert helpers.assert_round_trip(helpers.fetch(program(*one)), one, **options).dropped.sum() > 0
     helpers.assert_round_trip(helpers.fetch(program(*other)), other, **options)
     group.check()
-
-
-@pytest.mark.parametrize(("tokens", "alignment"), [(FEW, 8), (FEW, 1), (530, 10)])
-def test_gradients(
-    tokens: int,
-    alignment: int,
-    implementation: Implementation,
-    open_group: OpenGroup,
-    rng: Rng,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The gradient of rows that experts made is zero in the padding, which lies elsewhere than where all fits."""
-    monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
-    group, case = open_group(4), skewed(rng, 4, tokens, 2, 12)
-    options: dict[str, Any] = {"num_experts": 12, "alignment": alignment}
-    capacity = options["capacity"] = too_little_room(case, **options)
-    cotangent = rng.standard_normal(case.tokens.shape).astype(np.float32)
-
-    def pulled(tokens: jax.Array, ids: jax.Array, weights: jax.Array, more: jax.Array, cotangent: jax.Array) -> Any:
-        def sums(tokens: jax.Array, weights: jax.Array, more: jax.Array) -> jax.Array:
-            by: dict[str, Any] = {"implementation": implementation, "experts": lambda rows: rows + more}
-            return helpers.round_trip(group, **by, **options, **DROP)(tokens, ids, weights)[1]
-
-        return jax.vjp(sums, tokens, weights, more)[1](cotangent)
-
-    nothing = np.zeros((4, capacity, case.tokens.shape[2]), np.float32)
-    d_tokens, d_weights, d_rows = helpers.run(group, pulled, *case, nothing, cotangent)
-    expected = oracle.dispatch(*case, **options)
-    kept = expected.targets >= 0
-    assert expected.dropped.any()
-    answered = (kept * case.weights).sum(axis=2, keepdims=True) * cotangent
-    np.testing.assert_allclose(d_tokens, answered, rtol=1e-5, atol=1e-6)
-    dots = (case.tokens * cotangent).sum(axis=2, keepdims=True)
-    np.testing.assert_allclose(d_weights, kept * dots, rtol=1e-4, atol=1e-5)
-    wanted = np.zeros_like(d_rows)
-    for source, token, k in zip(*np.nonzero(kept), strict=True):
-        rank, row = divmod(int(expected.targets[source, token, k]), capacity)
-        wanted[rank, row] = case.weights[source, token, k] * cotangent[source, token]
-    np.testing.assert_allclose(d_rows, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize(("nodes", "ranks", "experts"), [(2, 2, 12), (2, 4, 24)])
-@pytest.mark.parametrize("alignment", [1, 4])
-def test_across_nodes(
-    nodes: int, ranks: int, experts: int, alignment: int, implementation: Implementation, rng: Rng
-) -> None:
-    """As in one group of all ranks; the experts of a node are no multiple of the ranks, so odd rows go elsewhere."""
-    case = skewed(rng, nodes * ranks, FEW, 3, experts)
-    options: dict[str, Any] = {"num_experts": experts, "alignment": alignment}
-    options["capacity"] = too_little_room(case, **options)
-    expected = oracle.dispatch(*case, **options)
-    assert (experts // nodes) % (nodes * ranks) != 0
-    assert expected.dropped.any()
-    with over(nodes, ranks) as group:
-        program = helpers.dispatch_combine(group, implementation=implementation, **options, **DROP)
-        results = helpers.fetch(program(*helpers.on_mesh(group.mesh, case)))
-        out, combined = helpers.by_rank(group.mesh, results)
-        assert_flat(flat(out, group), expected)
-        helpers.assert_combined(combined, expected.rows, expected.targets, case.weights, roundings=3)

@@ -1,6 +1,5 @@
 """dispatch and combine of nothing: no tokens, no experts chosen, no values in a row; and ids that no table has."""
 
-import dataclasses
 from typing import Any
 
 import helpers
@@ -14,7 +13,6 @@ from nodes_cases import over
 
 from jax_ep import Group, Implementation, NodeOptions, SparseRows, dispatch, sparse_all_reduce
 from jax_ep.ops.moe import kernels, path
-from jax_ep.ops.moe.settings import DispatchConfig, worst_case_capacity
 
 SIZE, EXPERTS = 2, 4
 
@@ -70,15 +68,6 @@ def test_nothing_on_one_gpu(shape: Shape, options: dict[str, Any], monkeypatch: 
     for module in (path, kernels):
         monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: True)
     test_nothing(shape, options, "kernels", rng)
-
-
-def test_whether_ids_may_overflow() -> None:
-    """The default capacity holds any ids of a group of one rank, also with alignment."""
-    for tokens, top_k, experts, alignment in ((64, 1, 64, 8), (5, 2, 4, 3), (1, 1, 100, 128)):
-        rows = worst_case_capacity(1, tokens, top_k, experts, alignment)
-        config = DispatchConfig(1, experts, rows, alignment, None, drop=False)
-        assert path.always_fits(config, tokens * top_k)
-        assert not path.always_fits(dataclasses.replace(config, capacity=rows - alignment), tokens * top_k)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from helpers import DTYPES
 
 from jax_ep import Group, dispatch, lax
 from jax_ep._kit import ffi, gemm
-from jax_ep.float8 import Float8Rows, Float8Weights, dequantize, quantize_rows, quantize_weights
+from jax_ep.float8 import Float8Rows, dequantize, quantize_rows, quantize_weights
 from jax_ep.ops.matmul import float8, kernels
 from jax_ep.ops.matmul.api import biased_product, gated_product, sum_of_lhs_gradients
 from jax_ep.ops.matmul.gated import ACTIVATIONS, ClampedSwiglu, KnownUnit, known_unit
@@ -164,16 +164,6 @@ def test_its_derivative(rng: Rng) -> None:
 def test_which_contractions_are_split(shape: tuple[int, int, int, int], splits: bool) -> None:
     """Long ones of few tiles: rows, columns, contraction, groups, on 132 SMs."""
     assert ffi.library("cpu").splits_contraction(*shape, 132) is splits
-
-
-@pytest.mark.parametrize("one_matrix", [False, True])
-def test_products_that_are_kept(one_matrix: bool) -> None:
-    shapes = [(2, 16, 16)] if one_matrix else [(2, 16, 8), (2, 16, 8)]
-    rows, sizes, *rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((3, 16), (2,), *shapes))
-    call = partial(kernels.gated_matmul, matrices=len(rhs), unit=unit_of("silu"), keep_products=True)
-    product, kept = jax.eval_shape(call, rows, sizes, *rhs)
-    assert product.shape == (3, 8)
-    assert [x.shape for x in kept] == [(3, shape[2]) for shape in shapes]
 
 
 ADDED = 5  # groups
@@ -364,15 +354,3 @@ def test_the_layer_calls_the_kernel(open_group: OpenGroup) -> None:
     assert quantizes in compiled(jnp.bfloat16, gradient=False)
     assert quantizes not in compiled(jnp.bfloat16, gradient=True)
     assert quantizes not in compiled(jnp.float16, gradient=False)
-
-
-def test_types() -> None:
-    def quantized(kind: Any, values: tuple[int, ...], scales: tuple[int, ...]) -> Any:
-        return kind(jax.ShapeDtypeStruct(values, jnp.uint8), jax.ShapeDtypeStruct(scales, jnp.float32))
-
-    rows, weights = quantized(Float8Rows, (9, 256), (9, 2)), quantized(Float8Weights, (3, 512, 256), (3, 4, 2))
-    call = partial(kernels.gated_matmul_float8, activation="relu")
-    made = jax.eval_shape(call, rows, jax.ShapeDtypeStruct((3,), jnp.int32), weights)
-    assert isinstance(made, Float8Rows)
-    assert (made.bits.shape, made.bits.dtype) == ((9, 256), jnp.uint8)
-    assert (made.scales.shape, made.scales.dtype) == ((9, 2), jnp.float32)

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import nodes_cases
 import numpy as np
-import oracle
 import pytest
 from helpers import Rng
 from jax.sharding import PartitionSpec as P
-from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, assert_flat, flat, over, run, uneven
+from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run, uneven
 
 import jax_ep
 from jax_ep import CapacityError, Group, Implementation, NodeOptions, PlatformError, combine, dispatch
@@ -63,27 +62,6 @@ def test_overflow_delivers_nothing(
         out, _ = run(group, case, implementation=implementation, on_overflow="drop")
         group.check()
         assert np.isfinite(out.rows).all()
-
-
-def test_float8_on_both_wires(implementation: Implementation, rng: Rng) -> None:
-    """Rows are rounded once, whatever ways they take."""
-    case = uneven(rng, 4, 256, helpers.DTYPES[0])
-    case.tokens[0, 0], case.tokens[0, 1, :7], case.tokens[1, 2, 5] = 0, np.inf, np.nan
-    with over(2, 2) as group:
-        out, _ = run(group, case, implementation=implementation, wire="float8")
-        with np.errstate(invalid="ignore"):  # inf / inf
-            expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=out.rows.shape[1], fp8=True)
-        assert_flat(flat(out, group), expected)
-
-        def rows(tokens: jax.Array, ids: jax.Array) -> Any:
-            options: dict[str, Any] = {"wire": "float8_rows", "group": group}
-            return dispatch(tokens, ids, num_experts=EXPERTS, implementation=implementation, **options).rows
-
-        operands = helpers.on_mesh(group.mesh, case[:2])
-        found = helpers.by_rank(group.mesh, helpers.run(group, rows, *operands))
-    with np.errstate(invalid="ignore"):
-        wide = np.asarray(found.values).astype(np.float32) * np.repeat(found.scales, 128, axis=-1)
-    np.testing.assert_array_equal(helpers.wide(wide.astype(case.tokens.dtype)), helpers.wide(expected.rows))
 
 
 def test_what_does_not_leave_a_node(rng: Rng) -> None:
