@@ -12,7 +12,7 @@ import sparse_cases as cases
 from conftest import OpenGroup
 from helpers import DTYPES
 from jax.sharding import PartitionSpec as P
-from test_nodes import over
+from nodes_cases import over
 from test_pallas_kernels import H200, INTERPRET
 from test_sums import assert_bits, in_parts
 
@@ -82,21 +82,15 @@ def test_ids(size: int, sharded: bool, way: Way, rng: np.random.Generator) -> No
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [1, 7, 64, 2048])
-def test_widths_and_dtypes(width: int, dtype: Any, way: Way, rng: np.random.Generator) -> None:
-    ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.identical(rng, 4, 20, ROWS)], axis=1)
-    way.check(ids, cases.draw_values(rng, ids, width, dtype), capacity=180)
-
-
-@pytest.mark.matrix(1)
 @SHARDED
+@pytest.mark.parametrize("width", [1, 7, 64, 2048])
 @pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
-def test_ops(op: str, dtype: Any, sharded: bool, way: Way, rng: np.random.Generator) -> None:
+def test_ops(op: str, dtype: Any, width: int, sharded: bool, way: Way, rng: np.random.Generator) -> None:
     """Rounded once, over nodes too: sums between nodes are float32. The capacity is no multiple of the ranks."""
-    ids = np.concatenate([cases.zipf(rng, 4, 40, ROWS), cases.out_of_range(rng, 4, 20, ROWS)], axis=1)
+    draws = cases.zipf, cases.identical, cases.out_of_range
+    ids = np.concatenate([draw(rng, 4, 20, ROWS) for draw in draws], axis=1)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        way.check(ids, cases.draw_values(rng, ids, 12, dtype), capacity=181, op=op, sharded=sharded)
+        way.check(ids, cases.draw_values(rng, ids, width, dtype), capacity=181, op=op, sharded=sharded)
 
 
 @pytest.mark.matrix(1)
