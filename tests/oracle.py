@@ -164,18 +164,6 @@ def ragged_all_to_all(operand: Array, output: Array, slices: Slices) -> Array:
     return result
 
 
-def ragged_all_to_all_gradient(operand: Array, cotangent: Array, slices: Slices) -> tuple[Array, Array]:
-    """The gradients for operand and output."""
-    d_operand, d_output = np.zeros_like(operand), cotangent.copy()
-    for (source, i), size in np.ndenumerate(slices.send_sizes):
-        rank = i // (slices.send_sizes.shape[1] // len(operand))
-        start, place = slices.input_offsets[source, i], slices.output_offsets[source, i]
-        for row in range(size):
-            d_operand[source, start + row] += cotangent[rank, place + row]
-            d_output[rank, place + row] = 0
-    return d_operand, d_output
-
-
 def ranges(sizes: Sequence[int], rows: int) -> list[slice]:
     """The rows of each group; the sizes may name more than there are."""
     ends = np.minimum(np.cumsum(sizes), rows)

@@ -1,4 +1,4 @@
-"""Random programs of the collective matmuls, and their gradients."""
+"""Random programs of the collective matmuls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from .programs import Program
 
 
 class CollectiveMatmul(Program):
-    """`a @ b` with a collective, perhaps with a bias; or the gradient of both factors."""
+    """`a @ b` with a collective, perhaps with a bias."""
 
     def prepare(self, rng: Rng) -> Callable[..., Any]:
         self.op = pick(rng, *matmul_cases.OPS)
@@ -26,8 +26,8 @@ class CollectiveMatmul(Program):
             self.dtype, k, n = helpers.DTYPES[0], -(-k // 8) * 8, -(-n // 8) * 8
         self.shape = (m, k, n)
         self.result_dtype = pick(rng, None, helpers.DTYPES[2])
-        self.bias, self.gradient = bool(rng.random() < 0.3), bool(rng.random() < 0.35)
-        names = ("op", "dtype", "shape", "result_dtype", "bias", "gradient")
+        self.bias = bool(rng.random() < 0.3)
+        names = ("op", "dtype", "shape", "result_dtype", "bias")
         self.options = {name: getattr(self, name) for name in names}
         multiply = matmul_cases.OPS[self.op]
         keywords = self.by | {"preferred_element_type": self.result_dtype}
@@ -35,23 +35,15 @@ class CollectiveMatmul(Program):
         def forward(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
             return multiply(a, b, bias=bias if self.bias else None, **keywords)
 
-        return matmul_cases.pulled(self.op, **keywords) if self.gradient else forward
+        return forward
 
     def check(self, rng: Rng) -> bool:
         size, (m, k, n) = self.group.size, self.shape
-        strange = not self.gradient and rng.random() < 0.2
+        strange = bool(rng.random() < 0.2)
         a, b = draw_floats(rng, (size, m, k), self.dtype, strange), draw_floats(rng, (size, k, n), self.dtype)
         with np.errstate(invalid="ignore"):
             exact = matmul_cases.exact(self.op, a, b)
             magnitude = matmul_cases.exact(self.op, np.abs(a), np.abs(b))
-        if self.gradient:
-            above = draw_floats(rng, exact.shape, self.result_dtype or self.dtype)
-            actual = helpers.fetch(self.run(a, b, above))
-            wanted = matmul_cases.exact_gradients(self.op, a, b, above)
-            sizes = matmul_cases.exact_gradients(self.op, *(np.abs(x) for x in (a, b, above)))
-            for name, mine, right, most in zip("ab", actual, wanted, sizes, strict=True):
-                assert_near(mine, right, most, 2 * size, f"gradient of {name}")
-            return False
         each = 1 if self.op == "matmul_all_reduce" else size  # the bias of a sum is everybody's
         bias = np.broadcast_to(
             draw_floats(rng, (each if self.op == "all_gather_matmul" else 1, n), self.dtype), (size, n)

@@ -24,10 +24,10 @@ from .programs import Program
 from .ragged import Ragged
 from .report import Report, devices_here, parser, prepare_devices
 from .routed import Float8, Gradients, RoundTrip
-from .sparse import AllReduce, AllReduceGradient
+from .sparse import AllReduce
 
 PROGRAMS: list[type[Program]] = [RoundTrip, AllReduce, Ragged, CollectiveMatmul, Gradients, RoundTrip]
-PROGRAMS += [AllReduceGradient, MoeMlp, AllReduce, Float8, MoeMlp, CollectiveMatmul]
+PROGRAMS += [MoeMlp, AllReduce, Float8, MoeMlp, CollectiveMatmul]
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,
     "layers": (MoeMlp,),

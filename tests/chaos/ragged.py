@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import helpers
-import jax
 import ml_dtypes
 import numpy as np
 import oracle
@@ -18,7 +17,6 @@ from .compare import assert_same, pick
 from .programs import Program
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int16, np.int32, np.uint32)
-GRADIENT_DTYPES = DTYPES[:3]
 
 
 def place(rng: Rng, sizes: np.ndarray, rows: int) -> np.ndarray:
@@ -53,22 +51,17 @@ def fit(sizes: np.ndarray, rows: int, axes: tuple[int, ...]) -> np.ndarray:
 
 
 class Ragged(Program):
-    """Forward, or with its gradient, with a part of the slices empty or crowded."""
+    """With a part of the slices empty or crowded."""
 
     def prepare(self, rng: Rng) -> Callable[..., Any]:
         self.implementation = "kernels"  # what the op chooses
-        self.each, self.gradient = int(pick(rng, 1, 1, 2, 3, 7)), bool(rng.random() < 0.3)
+        self.each = int(pick(rng, 1, 1, 2, 3, 7))
         self.rows, self.result_rows = (int(pick(rng, 1, 2, 7, 40, 40, 200)) for _ in range(2))
         self.row: tuple[int, ...] = pick(rng, (), (1,), (3,), (2, 7), (64,), (5, 1, 3))
-        self.dtype = np.dtype(pick(rng, *(GRADIENT_DTYPES if self.gradient else DTYPES)))
-        names = ("each", "gradient", "rows", "result_rows", "row", "dtype")
+        self.dtype = np.dtype(pick(rng, *DTYPES))
+        names = ("each", "rows", "result_rows", "row", "dtype")
         self.options = {name: getattr(self, name) for name in names}
-        exchange = partial(ragged_all_to_all, axis_name=self.group.axis_name)
-
-        def pulled(operand: jax.Array, output: jax.Array, above: jax.Array, *slices: jax.Array) -> Any:
-            return jax.vjp(lambda x, y: exchange(x, y, *slices), operand, output)[1](above)
-
-        return pulled if self.gradient else exchange
+        return partial(ragged_all_to_all, axis_name=self.group.axis_name)
 
     def draw_slices(self, rng: Rng) -> oracle.Slices:
         size, each = self.group.size, self.each
@@ -96,17 +89,11 @@ class Ragged(Program):
         shape = (self.group.size, self.rows, *self.row)
         result_shape = (self.group.size, self.result_rows, *self.row)
         operand = rng.integers(0, 100, shape).astype(self.dtype)
-        output, above = rng.integers(0, 100, (2, *result_shape)).astype(self.dtype)
-        arrays = (operand, output, above) if self.gradient else (operand, output)
-        if not self.gradient and rng.random() < 0.2 and self.spoil(rng, slices):
+        output = rng.integers(0, 100, result_shape).astype(self.dtype)
+        if rng.random() < 0.2 and self.spoil(rng, slices):
             with helpers.expect_failure(self.group, InvalidRoutingError, "ragged_all_to_all", "kernels"):
-                helpers.fetch(self.run(*arrays, *slices))
+                helpers.fetch(self.run(operand, output, *slices))
             return True
-        actual = helpers.fetch(self.run(*arrays, *slices))
-        if not self.gradient:
-            assert_same(actual, oracle.ragged_all_to_all(operand, output, slices), "result")
-            return False
-        wanted = oracle.ragged_all_to_all_gradient(operand, above, slices)
-        for name, mine, right in zip(("operand", "output"), actual, wanted, strict=True):
-            assert_same(mine, right, f"gradient of {name}")
+        actual = helpers.fetch(self.run(operand, output, *slices))
+        assert_same(actual, oracle.ragged_all_to_all(operand, output, slices), "result")
         return False
