@@ -23,9 +23,11 @@ import numpy as np
 import oracle
 from nodes_cases import first_for_each_node
 
-from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, lax, moe_mlp
+from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, moe_mlp
+from jax_ep.__main__ import load
 from jax_ep.float8 import quantize_weights
 
+example = load("examples", "expert_products")
 EXPERTS, TOKENS, TOP_K, HIDDEN, WIDTH = 8, 6, 2, 128, 256
 EVEN = TOKENS * TOP_K  # rows of a rank when all receive as many
 
@@ -98,7 +100,7 @@ LAYER = ROUTED | {
         "too few rows": SHARED | {"capacity": 2},
     },
     "weigh_inputs": {"yes": {"weigh_inputs": True}},
-    "product": {"int8 and low rank": {"product": True}},
+    "product": {"int8": {"product": "int8"}, "low rank": {"product": "low rank"}},
     "activation": {
         "gelu": {"activation": "gelu"},
         "relu": {"activation": "relu"},
@@ -207,6 +209,14 @@ def draw(form: Form, size: int, rng: helpers.Rng, *, layer: bool) -> Operands:
         _draw_matrices(form, floats, case, rng)
     else:
         floats["scales"] = _normal(rng, size, EXPERTS // size, HIDDEN)
+    for name in ("gate", "up", "down") if form.get("product") else ():
+        if (matrix := floats.pop(name, None)) is not None and form["product"] == "int8":
+            known[name] = helpers.fetch(jax.vmap(example.quantized)(matrix))
+            exact[name] = known[name].values * known[name].scales[:, :, None]
+        elif matrix is not None:
+            *experts, rows, columns = matrix.shape
+            a, b = _normal(rng, *experts, rows, 3), _normal(rng, *experts, 3, columns)
+            floats[name] = example.Lora(matrix, (a / rows**0.5).astype(DTYPE), b)
     for name in form.get("frozen", ()):
         if name in floats:
             exact[name] = floats.pop(name)
@@ -275,29 +285,6 @@ OF_ORACLES = ("wire", "precision", "weigh_inputs", "activation", "product", "mat
 OF_ORACLES += ("collective",)
 
 
-def product(rows: jax.Array, parts: Any, sizes: jax.Array) -> jax.Array:
-    """A user's own: of matrices in int8 with a scale for each column, and an addition of low rank."""
-    values, scales, left, right = parts
-    low_rank = lax.ragged_dot(lax.ragged_dot(rows, left, sizes), right, sizes)
-    of_rows = scales[expert_of_rows(rows, sizes)]
-    return (lax.ragged_dot(rows, values.astype(rows.dtype), sizes) * of_rows + low_rank).astype(rows.dtype)
-
-
-def parts(matrix: Any) -> Any:
-    """What `product` takes. The addition alone has gradients: those of the first two columns."""
-    if matrix is None:
-        return None
-    groups, _, width = matrix.shape
-    scales = jnp.full((groups, width), 1 / 64, matrix.dtype)
-    values = jnp.round(jax.lax.stop_gradient(matrix) * 64).astype(jnp.int8)
-    return values, scales, matrix[:, :, :2], jnp.ones((groups, 2, width), matrix.dtype)
-
-
-def whole(matrix: jax.Array) -> jax.Array:
-    """The matrix that its `parts` are."""
-    return jnp.round(jax.lax.stop_gradient(matrix) * 64) / 64 + matrix[..., :2].sum(axis=-1, keepdims=True)
-
-
 def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
 
@@ -305,13 +292,11 @@ def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 def layer(form: Form, group: Group) -> Function:
     options = {name: form[name] for name in OF_OPS if name in form}
     if form.get("product"):
-        options["product"] = product
+        options["product"] = {"int8": example.int8_dot, "low rank": example.lora_dot}[form["product"]]
 
     def sums(floats: Any, known: Any) -> jax.Array:
         given = alike(form, group, floats | known)
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
-        if form.get("product"):
-            matrices = {name: parts(matrix) for name, matrix in matrices.items()}
         activation = form.get("activation", "silu")
         if activation == "slopes":  # what it closes over is differentiated, too
             activation = lambda x: jnp.tanh(given["slopes"][None] * x)  # noqa: E731
@@ -388,8 +373,9 @@ def exact_layer(form: Form) -> Function:
             return first if len(products) == 1 else first * products[1]
 
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
-        if form.get("product"):
-            matrices = {name: None if matrix is None else whole(matrix) for name, matrix in matrices.items()}
+        if form.get("product") == "low rank":
+            loras = {name: lora for name, lora in matrices.items() if lora is not None}
+            matrices |= {name: jax.lax.stop_gradient(lora.base) + lora.a @ lora.b for name, lora in loras.items()}
         if form.get("matrices") == "one":
             matrices["gate"], matrices["up"] = jnp.split(matrices["gate"], 2, axis=3)
         tokens, ids, arrived = given["tokens"], given["ids"], arrived_tokens(form, given)

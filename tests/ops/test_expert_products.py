@@ -1,6 +1,5 @@
-"""examples/expert_products.py against the oracle: layers whose matrices are int8, qwix' arrays, adapted at low rank."""
+"""Products of a user's own, by qwix, and what they may ask of a routing; test_matrix.py has those of the example."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,79 +12,35 @@ import pytest
 from layer_cases import EXPERTS, SIZE, assert_near, draw, everything
 
 import jax_ep
-from jax_ep.__main__ import load
-
-MATRICES = ("gate", "up", "down")
-example = load("examples", "expert_products")
-
-
-def run(group: jax_ep.Group, product: Any, model: Any, ids: Any, experts: Any, cotangent: Any) -> Any:
-    """The sums, and the gradients in tokens, weights and the leaves of `experts` that are floats."""
-    leaves, treedef = jax.tree.flatten(experts)
-    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, np.floating)]
-
-    def body(tokens: Any, weights: Any, ids: Any, cotangent: Any, *leaves: Any) -> Any:
-        def layer(tokens: Any, weights: Any, moving: Any) -> Any:
-            given = list(leaves)
-            for i, leaf in zip(floats, moving, strict=True):
-                given[i] = leaf
-            return jax_ep.moe_mlp(tokens, ids, weights, treedef.unflatten(given), group=group, product=product)[0]
-
-        out, pull = jax.vjp(layer, tokens, weights, [leaves[i] for i in floats])
-        return out, pull(cotangent)
-
-    return helpers.run(group, body, model.tokens, model.weights, ids, cotangent, *leaves)
-
-
-def changed(model: Any, change: Callable[..., Any]) -> dict[str, Any]:
-    """`change` of each rank's gate, up and down."""
-    return {x: jax.tree.map(lambda *each: np.stack(each), *map(change, getattr(model, x))) for x in MATRICES}
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", ["int8", "qwix"])
-def test_int8(name: str, group: jax_ep.Group, rng: helpers.Rng) -> None:
+def test_qwix(group: jax_ep.Group, rng: helpers.Rng) -> None:
     """Scales and products are exact but for float32: the layer is that of the rounded matrices."""
+    qwix = pytest.importorskip("qwix")
     model, case, cotangent = draw(rng, np.float32)
     everything(case, rng)
-    if name == "qwix":
-        qwix = pytest.importorskip("qwix")
-        product, quantize = qwix.ragged_dot, partial(qwix.quantize, qtype=jnp.int8, channelwise_axes=[0, 2])
-        back = qwix.dequantize
-    else:
-        product, quantize = example.int8_dot, example.quantized
 
-        def back(matrix: Any) -> Any:
-            return matrix.values * matrix.scales[:, None]
+    def of_ranks(change: Any) -> dict[str, Any]:
+        each = {name: [change(jnp.asarray(x)) for x in getattr(model, name)] for name in ("gate", "up", "down")}
+        return {name: jax.tree.map(lambda *x: np.stack(x), *matrices) for name, matrices in each.items()}
 
-    experts = changed(model, lambda matrix: quantize(jnp.asarray(matrix)))
-    rounded = model._replace(**changed(model, lambda matrix: back(quantize(jnp.asarray(matrix)))))
-    out, (d_tokens, d_weights, _) = run(group, product, model, case.ids, jax_ep.Experts(**experts), cotangent)
+    quantize = partial(qwix.quantize, qtype=jnp.int8, channelwise_axes=[0, 2])
+    leaves, treedef = jax.tree.flatten(jax_ep.Experts(**of_ranks(quantize)))
+
+    def body(tokens: Any, weights: Any, ids: Any, cotangent: Any, *leaves: Any) -> Any:
+        def layer(tokens: Any, weights: Any) -> Any:
+            product, experts = qwix.ragged_dot, treedef.unflatten(leaves)
+            return jax_ep.moe_mlp(tokens, ids, weights, experts, group=group, product=product)[0]
+
+        out, pull = jax.vjp(layer, tokens, weights)
+        return out, *pull(cotangent)
+
+    found = helpers.run(group, body, model.tokens, model.weights, case.ids, cotangent, *leaves)
+    rounded = model._replace(**of_ranks(lambda matrix: qwix.dequantize(quantize(matrix))))
     wanted, gradient = moe_oracle.gated_experts(rounded, case.ids, cotangent)
-    assert_near((out, d_tokens, d_weights), (wanted, gradient.tokens, gradient.weights), 1e-5)
+    assert_near(found, (wanted, gradient.tokens, gradient.weights), 1e-5)
     assert np.linalg.norm(wanted - moe_oracle.gated_experts(model, case.ids, cotangent)[0]) > 1e-3  # than without int8
-
-
-@pytest.mark.usefixtures("native")
-def test_adapters(group: jax_ep.Group, rng: helpers.Rng) -> None:
-    """Gradients of the factors are those of the whole matrix M = base + a b: M' b^T and a^T M'; the base has none."""
-    model, case, cotangent = draw(rng, np.float32)
-
-    def adapted(matrix: np.ndarray) -> Any:
-        made = example.adapted(jnp.asarray(matrix), jax.random.key(0), 3)
-        return made._replace(b=rng.standard_normal(made.b.shape).astype(np.float32))
-
-    experts = changed(model, adapted)
-    whole = model._replace(**{x: lora.base + lora.a @ lora.b for x, lora in experts.items()})
-    out, (d_tokens, d_weights, leaves) = run(
-        group, example.lora_dot, model, case.ids, jax_ep.Experts(**experts), cotangent
-    )
-    wanted, gradient = moe_oracle.gated_experts(whole, case.ids, cotangent)
-    assert_near((out, d_tokens, d_weights), (wanted, gradient.tokens, gradient.weights), 1e-5)
-    for name, (base, a, b) in zip(MATRICES, (leaves[:3], leaves[3:6], leaves[6:]), strict=True):
-        factors, of_whole = experts[name], getattr(gradient, name)
-        assert not base.any()
-        assert_near((a, b), (of_whole @ factors.b.swapaxes(-1, -2), factors.a.swapaxes(-1, -2) @ of_whole), 2e-5)
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
