@@ -282,7 +282,7 @@ OF_OPS = (
     *("precision", "weigh_inputs", "alignment", "implementation", "shared_tokens"),
 )
 OF_ORACLES = ("wire", "precision", "weigh_inputs", "activation", "product", "matrices", "shared", "unvarying")
-OF_ORACLES += ("collective",)
+OF_ORACLES += ("op",)
 
 
 def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:

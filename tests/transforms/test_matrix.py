@@ -1,4 +1,4 @@
-"""Every option of `moe_mlp` and of `dispatch`, and the other collectives, under every transformation of JAX, against
+"""Every option of `moe_mlp` and of `dispatch`, and the other ops, under every transformation of JAX, against
 float64. Without --nightly a ninth of it runs, in test_numbers each form under two transformations or three."""
 
 import functools
@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import matmul_cases
 import matrix_forms
+import matrix_ops
 import moe_oracle
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from matrix_collectives import COLLECTIVES, RAGGED, collective, draw as draw_collective, exact_collective
 from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
+from matrix_ops import LOCAL, RAGGED
 
 from jax_ep import CapacityError, Group
 from jax_ep.ops.moe import kernels, path
@@ -218,7 +219,8 @@ ALWAYS = {
     *(("shared_tokens yes", "grad outside"), ("shared_tokens yes", "grad outside without vma")),
     *(("sparse mean_by_count over nodes", "grad outside"), ("matmul_all_reduce", "grad outside without vma")),
     *((name, "two axes") for name in ("default", "sparse mean, sharded", RAGGED, "all_gather_matmul by xla")),
-    *((name, SPREAD) for name in ("default", "sparse sum", RAGGED, "matmul_reduce_scatter")),
+    *((name, SPREAD) for name in ("default", "sparse sum", RAGGED, "matmul_reduce_scatter", f"{LOCAL}, gathered")),
+    *((LOCAL, each) for each in ("grad", "scan")),
     *((name, "grad outside") for name in ("unvarying tokens", "unvarying ids", "unvarying weights")),
 }
 
@@ -242,13 +244,15 @@ def routed(options: dict[str, dict[str, Form]], body: Any, exact: Exact) -> Op:
 OPS = {
     "moe_mlp": routed(LAYER, matrix_forms.layer, matrix_forms.exact_layer),
     "dispatch": routed(DISPATCH, matrix_forms.there_and_back, matrix_forms.exact_there_and_back),
-    "collective": Op([*COLLECTIVES], lambda name, _: COLLECTIVES[name], draw_collective, collective, exact_collective),
+    "op": Op(
+        [*matrix_ops.FORMS], lambda name, _: matrix_ops.FORMS[name], matrix_ops.draw, matrix_ops.body, matrix_ops.exact
+    ),
 }
 FORMS = [(op, name) for op in OPS for name in OPS[op].names]
 # `jax.lax.ragged_dot` has no second derivative.
 BENT = [("moe_mlp", name) for name in ("default", "biases all", "activation gated", "shared yes", "matrices one")]
 BENT += [("dispatch", name) for name in ("default", "xla", "expand no", "nodes all")]
-BENT += [("collective", name) for name in (*matmul_cases.OPS, "sparse sum")]
+BENT += [("op", name) for name in (*matmul_cases.OPS, "sparse sum")]
 IN_PLACE = [form for form in FORMS if form[0] == "moe_mlp" and not form[1].startswith("nodes")]
 
 
@@ -270,10 +274,7 @@ def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monk
     under, form = (TRANSFORMATIONS | SECOND_ORDER)[transformation], OPS[op].form(name, rng)
     print(form)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), opened(form, under) as group:
-        each = [OPS[op].draw(form, group.size, rng) for _ in range(BATCH if under.batch else 1)]
-        operands = jax.tree.map(lambda *x: np.stack(x, axis=1), *each) if under.batch else each[0]
-        tangents, cotangent = directions(operands, rng)
-        program, ranks = program_of(under, OPS[op].body(form, group), group)
+        program, ranks, operands, tangents, cotangent = prepared(op, form, under, group, rng)
         given = helpers.on_mesh(ranks, (*operands[:2], tangents, cotangent))
         if refused := matrix_forms.refused(form):
             with pytest.raises((ValueError, TypeError), match=refused):
@@ -321,23 +322,25 @@ def opened(form: Form, under: Transformation) -> Group:
     return Group(mesh, tuple(axes) if len(axes) > 1 else "ep", timeout=30, **options)
 
 
-def program_of(under: Transformation, function: Function, group: Group) -> tuple[Any, Mesh]:
-    """(floats, known, tangents, cotangent) -> Result, of all ranks, which are the devices of the mesh."""
-    transformed, ranks = under.wrap(function), group.mesh
+def prepared(
+    op: str, form: Form, under: Transformation, group: Group, rng: helpers.Rng
+) -> tuple[Any, Mesh, Operands, Any, np.ndarray]:
+    """(floats, known, tangents, cotangent) -> Result, of all ranks, which are the devices of the mesh; its operands."""
+    each = [OPS[op].draw(form, group.size, rng) for _ in range(BATCH if under.batch else 1)]
+    operands = jax.tree.map(lambda *x: np.stack(x, axis=1), *each) if under.batch else each[0]
+    tangents = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), operands.floats)
+    tokens = (operands.floats | operands.known)["tokens"]
+    cotangent = rng.standard_normal(tokens.shape).astype(tokens.dtype)
+    transformed, ranks = under.wrap(OPS[op].body(form, group)), group.mesh
     if under.spread:
         ranks = Mesh(ranks.devices[0], ranks.axis_names[1:])
     over_ranks = partial(helpers.per_rank, mesh=group.mesh, names=ranks.axis_names, check_vma=under.check_vma)
     if under.outside:
-        return jax.jit(partial(under.derive, over_ranks(transformed))), ranks
-    program, batch = over_ranks(partial(under.derive, transformed)), len(ranks.axis_names)
-    return jax.vmap(program, batch, batch, spmd_axis_name="dp") if under.spread else program, ranks
-
-
-def directions(operands: Operands, rng: helpers.Rng) -> tuple[Any, np.ndarray]:
-    """Tangents of the floats, and the cotangent of the sums."""
-    tangents = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(x.dtype), operands.floats)
-    tokens = (operands.floats | operands.known)["tokens"]
-    return tangents, rng.standard_normal(tokens.shape).astype(tokens.dtype)
+        program = jax.jit(partial(under.derive, over_ranks(transformed)))
+    else:
+        program, batch = over_ranks(partial(under.derive, transformed)), len(ranks.axis_names)
+        program = jax.vmap(program, batch, batch, spmd_axis_name="dp") if under.spread else program
+    return program, ranks, operands, tangents, cotangent
 
 
 def expected(

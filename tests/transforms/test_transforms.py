@@ -2,7 +2,6 @@
 is one call after the other, and `jax.checkpoint` runs again what its policy says."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import helpers
@@ -12,9 +11,10 @@ import moe_oracle
 import numpy as np
 import oracle
 import pytest
-from conftest import OpenGroup, Rng
+import test_matrix
+from conftest import Rng
 from jax.sharding import PartitionSpec as P
-from test_matrix import COMBINED, DISPATCHED, POLICIES
+from test_matrix import COMBINED, DISPATCHED, POLICIES, SPREAD, TRANSFORMATIONS
 
 import jax_ep
 from jax_ep import Group, Implementation, combine, dispatch
@@ -59,52 +59,30 @@ def test_one_operand_is_batched(batched: str, implementation: Implementation, gr
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def layer_gradient(by: Any, ids: jax.Array, tokens: jax.Array, *operands: jax.Array) -> Any:
-    def loss(tokens: jax.Array, weights: jax.Array, *matrices: jax.Array) -> jax.Array:
-        return jnp.sum(helpers.moe_sums(tokens, ids, weights, *matrices, **by) ** 2)
-
-    return jax.grad(loss, argnums=(0, 1, 2))(tokens, *operands)
-
-
-def gathered_gradient(by: Any, ids: jax.Array, x: jax.Array, matrices: jax.Array) -> jax.Array:
-    product = partial(jax_ep.lax.ragged_dot, lhs_indices=ids[:, 0] % TOKENS)
-    return jax.grad(lambda x: jnp.sum(product(x, matrices, jnp.array([1, 2])) ** 2))(x)
-
-
-def routers(by: Any, ids: jax.Array, logits: jax.Array) -> jax.Array:
-    routing = jax_ep.nn.softmax_top_k(logits, 4)
-    rounded = jax_ep.nn.round_tokens(routing, 2, EXPERTS, multiple=2, axis_name="ep")
-    plan = jax_ep.nn.plan_replicas(np.arange(EXPERTS), num_ranks=SIZE, num_slots=EXPERTS + 2)
-    return jax_ep.nn.physical_ids(rounded.expert_ids, plan)
-
-
-ROWS, MATRIX = (TOKENS, HIDDEN), (2, HIDDEN, HIDDEN)
-SPMD_CASES: dict[str, tuple[Body, tuple[tuple[int, ...], ...]]] = {
-    "gradient of the layer": (layer_gradient, (ROWS, (TOKENS, TOP_K), *[(EXPERTS // SIZE, HIDDEN, HIDDEN)] * 3)),
-    "gradient of gathered rows": (gathered_gradient, (ROWS, MATRIX)),
-    "routers": (routers, ((TOKENS, EXPERTS),)),
-}
-
-
-def of_spread_batch(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> Any:
-    """The function of an element, the function of a batch over another axis of the mesh, and the operands."""
-    group = open_group(mesh=helpers.mesh_of(dp=2, ep=SIZE))
-    function, shapes = SPMD_CASES[case]
-    ids = rng.integers(0, EXPERTS, (4, SIZE * TOKENS, TOP_K)).astype(np.int32)
-    floats = [rng.standard_normal((4, SIZE * n, *rest)).astype(np.float32) for n, *rest in shapes]
-    body = partial(function, {"group": group, "implementation": implementation})
-    mapped = jax.shard_map(body, mesh=group.mesh, in_specs=P("ep"), out_specs=P("ep"))
-    return mapped, jax.vmap(mapped, spmd_axis_name="dp"), (ids, *floats)
-
-
-@pytest.mark.parametrize("case", ["gradient of the layer", "gradient of gathered rows"])
-def test_a_spread_batch_of_products_by_kernels(
-    case: str, monkeypatch: pytest.MonkeyPatch, open_group: OpenGroup, rng: Rng
-) -> None:
+@pytest.mark.parametrize(("op", "name"), [("moe_mlp", "default"), ("op", "ragged_dot, gathered")])
+def test_a_spread_batch_of_products_by_kernels(op: str, name: str, monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
     """The choice of kernels by platform is batched, too. It is only traced: a CPU has no such kernels."""
     monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda",))
-    _, spread, operands = of_spread_batch(case, "kernels", open_group, rng)
-    assert "pallas_call" in str(jax.make_jaxpr(spread)(*operands))
+    under, form = TRANSFORMATIONS[SPREAD], test_matrix.OPS[op].form(name, rng)
+    with test_matrix.opened(form, under) as group:
+        program, ranks, operands, *directions = test_matrix.prepared(op, form, under, group, rng)
+        traced = jax.make_jaxpr(program)(*helpers.on_mesh(ranks, (*operands[:2], *directions)))
+    assert "pallas_call" in str(traced)
+
+
+def test_a_spread_batch_of_routings(rng: Rng) -> None:
+    """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
+    mesh, logits = helpers.mesh_of(dp=2, ep=SIZE), rng.standard_normal((4, SIZE * TOKENS, EXPERTS)).astype(np.float32)
+    plan = jax_ep.nn.plan_replicas(np.arange(EXPERTS), num_ranks=SIZE, num_slots=EXPERTS + 2)
+
+    def routed(logits: jax.Array) -> jax.Array:
+        routing = jax_ep.nn.softmax_top_k(logits, 4)
+        rounded = jax_ep.nn.round_tokens(routing, 2, EXPERTS, multiple=2, axis_name="ep")
+        return jax_ep.nn.physical_ids(rounded.expert_ids, plan)
+
+    mapped = jax.jit(jax.shard_map(routed, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    found = helpers.fetch(jax.jit(jax.vmap(mapped, spmd_axis_name="dp"))(logits))
+    np.testing.assert_array_equal(found, np.stack([mapped(each) for each in logits]))
 
 
 def test_kernels_copy_no_shared_matrices(rng: Rng) -> None:
@@ -127,18 +105,6 @@ def test_kernels_copy_no_shared_matrices(rng: Rng) -> None:
         np.testing.assert_allclose(out[i], wanted, rtol=1e-4, atol=1e-4)
         back = oracle.ragged_dot_gradients(lhs[i], rhs, sizes[i], wanted)[0]
         np.testing.assert_allclose(d_lhs[i], back, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("case", SPMD_CASES)
-def test_a_batch_that_is_spread(case: str, implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
-    """`jax.vmap(..., spmd_axis_name=)` over another axis of the mesh, as each of its elements alone."""
-    mapped, spread, (ids, *floats) = of_spread_batch(case, implementation, open_group, rng)
-    spread = helpers.fetch(jax.jit(spread)(ids, *floats))
-    alone = jax.jit(mapped)
-    each = [helpers.fetch(alone(ids[i], *(x[i] for x in floats))) for i in range(len(ids))]
-    for a, b in zip(jax.tree.leaves(spread), jax.tree.leaves(jax.tree.map(lambda *x: np.stack(x), *each)), strict=True):
-        np.testing.assert_allclose(helpers.wide(a), helpers.wide(b), rtol=1e-5, atol=1e-5)
 
 
 def chain(tokens: jax.Array, ids: jax.Array, weights: jax.Array, gate: jax.Array, *_: jax.Array, group: Group) -> Any:

@@ -1,4 +1,5 @@
-"""Forms of products with a collective, of sparse_all_reduce and of ragged_all_to_all, and what numbers they must give.
+"""Forms of matrix products with and without a collective, of sparse_all_reduce and of ragged_all_to_all, and what
+numbers they must give.
 
 As in matrix_forms.py, a function of [T, H] gives [T, H], so that a scan can apply it again.
 """
@@ -15,18 +16,21 @@ from matmul_cases import OPS
 from matrix_forms import BY_XLA, DTYPE, HIDDEN, TOKENS, Form, Function, Operands
 
 from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
-from jax_ep.lax import ragged_all_to_all
+from jax_ep.lax import ragged_all_to_all, ragged_dot
 
-SPARSE, RAGGED = "sparse_all_reduce", "ragged_all_to_all"
-# By name: the op and, of sparse sums, how they are reduced, whether they are sharded, and their capacity.
-COLLECTIVES: dict[str, Form] = {
-    **{op: {"collective": (op,)} for op in (*OPS, RAGGED)},
-    "sparse sum": {"collective": (SPARSE, "sum", False, TOKENS)},
-    "sparse mean, sharded": {"collective": (SPARSE, "mean", True, TOKENS)},
-    "sparse mean_by_count, drop": {"collective": (SPARSE, "mean_by_count", False, 3)},
-    "sparse mean_by_count over nodes": {"collective": (SPARSE, "mean_by_count", True, 2), "nodes": NodeOptions()},
+SPARSE, RAGGED, LOCAL = "sparse_all_reduce", "ragged_all_to_all", "ragged_dot"
+GROUPS = 3  # of rows
+# By name: the op; of sparse sums how they are reduced, whether they are sharded, and their capacity; of ragged_dot
+# whether it gathers rows.
+FORMS: dict[str, Form] = {
+    **{op: {"op": (op,)} for op in (*OPS, RAGGED)},
+    **{LOCAL: {"op": (LOCAL, False)}, f"{LOCAL}, gathered": {"op": (LOCAL, True)}},
+    "sparse sum": {"op": (SPARSE, "sum", False, TOKENS)},
+    "sparse mean, sharded": {"op": (SPARSE, "mean", True, TOKENS)},
+    "sparse mean_by_count, drop": {"op": (SPARSE, "mean_by_count", False, 3)},
+    "sparse mean_by_count over nodes": {"op": (SPARSE, "mean_by_count", True, 2), "nodes": NodeOptions()},
 }
-COLLECTIVES |= {f"{name} by xla": COLLECTIVES[name] | BY_XLA for name in ("sparse mean, sharded", RAGGED, *OPS)}
+FORMS |= {f"{name} by xla": FORMS[name] | BY_XLA for name in ("sparse mean, sharded", RAGGED, *OPS)}
 
 
 def draw(form: Form, size: int, rng: helpers.Rng) -> Operands:
@@ -34,13 +38,16 @@ def draw(form: Form, size: int, rng: helpers.Rng) -> Operands:
         return rng.standard_normal((size, *shape)).astype(DTYPE)
 
     floats: dict[str, Any] = {"tokens": normal(TOKENS, HIDDEN)}
-    known: dict[str, Any] = {"ids": rng.integers(-1, TOKENS + 1, (size, TOKENS), np.int32)}
-    if form["collective"][0] in OPS:
+    known: dict[str, Any] = {"ids": rng.integers(-1, TOKENS + (form["op"][0] == SPARSE), (size, TOKENS), np.int32)}
+    if form["op"][0] in OPS:
         floats |= {
             "matrix": (normal(HIDDEN, HIDDEN) / HIDDEN**0.5).astype(DTYPE),
             "bias": np.repeat(normal(HIDDEN)[:1], size, axis=0),
         }
-    if form["collective"] == (RAGGED,):
+    if form["op"][0] == LOCAL:
+        floats["matrices"] = (normal(GROUPS, HIDDEN, HIDDEN) / HIDDEN**0.5).astype(DTYPE)
+        known["sizes"] = rng.multinomial(TOKENS - 1, [0.5, 0, 0.5], size).astype(np.int32)
+    if form["op"] == (RAGGED,):
         floats["output"] = normal(TOKENS, HIDDEN)
         known["slices"] = slices = slices_of(rng, rng.integers(0, 2, (size, size, 4 // size)), TOKENS, TOKENS)
         slices.input_offsets[0] = 0  # rank 0 sends a row several times, whose gradient is the sum of all cotangents
@@ -52,9 +59,9 @@ def weighed(rows: jax.Array, size: int) -> jax.Array:
     return rows.reshape(-1, TOKENS, HIDDEN) * jnp.arange(1, size + 1, dtype=rows.dtype)[:, None, None]
 
 
-def collective(form: Form, group: Group) -> Function:
+def body(form: Form, group: Group) -> Function:
     by: dict[str, Any] = {"group": group, "implementation": form.get("implementation", "auto")}
-    op, *settings = form["collective"]
+    op, *settings = form["op"]
 
     def result(floats: Any, known: Any) -> jax.Array:
         x = floats["tokens"]
@@ -64,6 +71,9 @@ def collective(form: Form, group: Group) -> Function:
             how = dict(zip(("op", "sharded", "capacity"), settings, strict=True))
             rows = SparseRows.from_entries(known["ids"], x, num_rows=TOKENS)
             return sparse_all_reduce(rows, on_overflow="drop", **how, **by).todense()
+        if op == LOCAL:
+            matrices = jax.lax.psum(floats["matrices"], group.axis_name)  # the same on all ranks
+            return ragged_dot(x, matrices, known["sizes"], lhs_indices=known["ids"] if settings[0] else None)
         multiply = partial(OPS[op], rhs=floats["matrix"], bias=floats["bias"], **by)
         if op == "matmul_reduce_scatter":
             return multiply(weighed(jnp.stack([x] * group.size), group.size).reshape(-1, HIDDEN))
@@ -73,9 +83,9 @@ def collective(form: Form, group: Group) -> Function:
     return lambda floats, known: jnp.sin(result(floats, known).astype(DTYPE) + 0 * floats["tokens"])
 
 
-def exact_collective(form: Form) -> Function:
+def exact(form: Form) -> Function:
     """On all ranks, in float64."""
-    op, *settings = form["collective"]
+    op, *settings = form["op"]
 
     def result(floats: Any, known: Any) -> jax.Array:
         x, size = floats["tokens"], len(floats["tokens"])
@@ -83,6 +93,11 @@ def exact_collective(form: Form) -> Function:
             return exchanged(x, floats["output"], known["slices"])
         if op == SPARSE:
             return reduced(x, known["ids"], *settings)
+        if op == LOCAL:
+            taken = jnp.take_along_axis(x, known["ids"][..., None], axis=1) * (known["ids"] >= 0)[..., None]
+            ends = jnp.cumsum(known["sizes"], axis=1)
+            groups = jax.nn.one_hot((jnp.arange(TOKENS)[:, None] >= ends[:, None]).sum(axis=2), GROUPS)
+            return jnp.einsum("rth,rtg,ghn->rtn", taken if settings[0] else x, groups, floats["matrices"].sum(axis=0))
         matrix, bias = floats["matrix"], floats["bias"][:, None]
         if op == "all_gather_matmul":
             each = jnp.einsum("sth,rhn->rstn", x, matrix) + bias[:, None]
