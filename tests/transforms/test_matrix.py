@@ -121,6 +121,23 @@ def one_by_one(function: Function) -> Function:
     return looped
 
 
+def two_of(name: str, in_a_batch: bool) -> Callable[[Function], Function]:
+    """Of one operand as it is, and with its rows the other way round; one by one on all ranks, if not in a batch."""
+
+    def wrap(function: Function) -> Function:
+        def both(floats: Any, known: Any) -> jax.Array:
+            def once(x: jax.Array) -> jax.Array:
+                return function(*({**part, name: x} if name in part else part for part in (floats, known)))
+
+            x = (floats | known)[name]
+            one, other = jax.vmap(once)(jnp.stack([x, x[::-1]])) if in_a_batch else (once(x), once(x[:, ::-1]))
+            return one + 2 * other
+
+        return both
+
+    return wrap
+
+
 def under_cond(function: Function) -> Function:
     """The branch that runs and the one that does not, by a predicate that is the same on all ranks."""
 
@@ -207,6 +224,10 @@ TRANSFORMATIONS = {
     "donation": Transformation(donated=True),
 }
 
+ONE_BATCHED = {
+    f"vmap of {name}": Transformation(two_of(name, True), plain=two_of(name, False))
+    for name in ("tokens", "ids", "weights", "scales", "up")
+}
 SECOND_ORDER = {
     "forward over reverse": Transformation(derive=forward_over_reverse),
     "reverse over reverse": Transformation(derive=reverse_over_reverse),
@@ -253,25 +274,34 @@ FORMS = [(op, name) for op in OPS for name in OPS[op].names]
 BENT = [("moe_mlp", name) for name in ("default", "biases all", "activation gated", "shared yes", "matrices one")]
 BENT += [("dispatch", name) for name in ("default", "xla", "expand no", "nodes all")]
 BENT += [("op", name) for name in (*matmul_cases.OPS, "sparse sum")]
+ONE_OF = {"moe_mlp": ("tokens", "ids", "weights", "up"), "dispatch": ("tokens", "ids", "weights", "scales")}
 IN_PLACE = [form for form in FORMS if form[0] == "moe_mlp" and not form[1].startswith("nodes")]
 
 
-def cases(forms: Sequence[tuple[str, str]], transformations: Iterable[str]) -> Iterator[Any]:
-    """Every `SHARE`th diagonal of the matrix, which JAX_EP_TEST_SEED chooses; the others are marked."""
+def cases(forms: Sequence[tuple[str, str]], transformations: Iterable[str], share: int = SHARE) -> Iterator[Any]:
+    """Every `share`th diagonal of the matrix, which JAX_EP_TEST_SEED chooses; the others are marked."""
     for (i, form), (j, transformation) in itertools.product(enumerate(forms), enumerate(transformations)):
-        chosen = (i + j + helpers.SEED) % SHARE == 0 or (form[1], transformation) in ALWAYS
+        chosen = (i + j + helpers.SEED) % share == 0 or (form[1], transformation) in ALWAYS
         marks = [] if chosen else [pytest.mark.nightly]
         if transformation == SPREAD and form[1] in NOT_SPREAD:
             marks.append(pytest.mark.xfail(strict=True, reason="types of cotangents that vary over two axes"))
         yield pytest.param(*form, transformation, marks=marks, id=" - ".join((*form, transformation)))
 
 
-@pytest.mark.parametrize(("op", "name", "transformation"), [*cases(FORMS, TRANSFORMATIONS), *cases(BENT, SECOND_ORDER)])
+CASES = [*cases(FORMS, TRANSFORMATIONS), *cases(BENT, SECOND_ORDER)]
+CASES += [
+    case
+    for op, batched in ONE_OF.items()
+    for case in cases([(op, name) for name in ("default", "xla", "nodes all")], map("vmap of {}".format, batched), 2)
+]
+
+
+@pytest.mark.parametrize(("op", "name", "transformation"), CASES)
 @pytest.mark.usefixtures("native")
 def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the oracle, or the documented error. JAX refuses operands of different ranks or dtypes."""
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")  # rows that nobody uses hold anything
-    under, form = (TRANSFORMATIONS | SECOND_ORDER)[transformation], OPS[op].form(name, rng)
+    under, form = (TRANSFORMATIONS | ONE_BATCHED | SECOND_ORDER)[transformation], OPS[op].form(name, rng)
     print(form)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), opened(form, under) as group:
         program, ranks, operands, tangents, cotangent = prepared(op, form, under, group, rng)

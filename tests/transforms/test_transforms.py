@@ -17,46 +17,12 @@ from jax.sharding import PartitionSpec as P
 from test_matrix import COMBINED, DISPATCHED, POLICIES, SPREAD, TRANSFORMATIONS
 
 import jax_ep
-from jax_ep import Group, Implementation, combine, dispatch
+from jax_ep import Group, combine, dispatch
 from jax_ep._kit import gemm
 
 SIZE, EXPERTS, BATCH, TOKENS, TOP_K, HIDDEN, LAYERS = 2, 8, 3, 4, 2, 16, 3
 
 Body = Callable[..., Any]
-
-
-def there_and_back(group: Group, implementation: Implementation) -> Body:
-    """Of experts that are tanh(scale * row)."""
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, scale: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
-        both = helpers.round_trip(group, experts=lambda rows: jnp.tanh(scale * rows), **options)
-        return both(tokens, ids, weights)[1]
-
-    return body
-
-
-def draw(rng: Rng) -> dict[str, np.ndarray]:
-    """Tokens, ids, weights and a scale of rows: [R, BATCH, ...] each."""
-    cases = [helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(BATCH)]
-    drawn = helpers.Case(*(np.stack(x, axis=1) for x in zip(*cases, strict=True)))
-    return drawn._asdict() | {"scale": rng.uniform(1, 2, (SIZE, BATCH)).astype(np.float32)}
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("batched", ["tokens", "ids", "weights", "scale"])
-def test_one_operand_is_batched(batched: str, implementation: Implementation, group: Group, rng: Rng) -> None:
-    """Against numpy; test_matrix.py batches all of them."""
-    drawn = draw(rng)
-    for name, x in drawn.items():
-        x[:, 1:] = x[:, 1:] if name == batched else x[:, :1]
-    operands = [x if name == batched else x[:, 0] for name, x in drawn.items()]
-    body = jax.vmap(there_and_back(group, implementation), in_axes=tuple(0 if x == batched else None for x in drawn))
-    found = helpers.run(group, body, *operands)
-    tokens, ids, weights, scale = drawn.values()
-    scales = scale[ids // (EXPERTS // SIZE), np.arange(BATCH)[:, None, None]]  # those of an expert's rank
-    wanted = np.einsum("rbtk,rbtkh->rbth", weights, np.tanh(scales[..., None] * tokens[:, :, :, None]))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("op", "name"), [("moe_mlp", "default"), ("op", "ragged_dot, gathered")])
