@@ -7,7 +7,7 @@ A form is what it changes: options of the op, and keys of its own:
     matrices: "two" (no gate) or "one" (gate holds both)
     biased: which of gate, up and down have a bias
     unvarying: names of the operands that are the same on all ranks
-    activation, shared, product, unweighted, sent_known
+    activation, shared, product, unweighted, sent_known, replicas
 """
 
 import re
@@ -23,7 +23,7 @@ import numpy as np
 import oracle
 from nodes_cases import first_for_each_node
 
-from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, moe_mlp
+from jax_ep import ClampedSwiglu, Experts, Gated, Group, NodeOptions, combine, dispatch, moe_mlp, nn
 from jax_ep.__main__ import load
 from jax_ep.float8 import quantize_weights
 
@@ -74,7 +74,11 @@ DISPATCH = ROUTED | {
     "alignment": {"4": {"alignment": 4}},
     "unvarying": {" ".join(names): {"unvarying": names} for names in (("tokens",), ("ids",), ("weights",))},
     "expand": {"no": {"expand": False}},
-    "rows": {"float8": {"wire": "float8_rows", "sent_known": True}, "float8, differentiated": {"wire": "float8_rows"}},
+    "rows": {
+        "float8": {"wire": "float8_rows", "sent_known": True},
+        "float8, differentiated": {"wire": "float8_rows"},
+        "float8, too few": {"wire": "float8_rows", "sent_known": True, "capacity": 2},
+    },
     "several": {
         "float8 over nodes": {"wire": "float8", "nodes": NodeOptions(chunks=2)},
         "float8 rows over nodes": {"wire": "float8_rows", "sent_known": True, "nodes": NodeOptions()},
@@ -99,6 +103,7 @@ LAYER = ROUTED | {
         "over nodes": SHARED | {"nodes": NodeOptions(capacity=1, chunks=2)},  # they do not travel
         "too few rows": SHARED | {"capacity": 2},
     },
+    "replicas": {"yes": {"replicas": True}},
     "weigh_inputs": {"yes": {"weigh_inputs": True}},
     "product": {"int8": {"product": "int8"}, "low rank": {"product": "low rank"}},
     "activation": {
@@ -125,7 +130,7 @@ LAYER = ROUTED | {
 }
 BY_XLA: Form = {"implementation": "xla"}
 ALSO_BY_XLA = (
-    *("capacity drop", "wire float8", "nodes capacity", "rows float8", "precision float8"),
+    *("capacity drop", "wire float8", "nodes capacity", "rows float8", "rows float8, too few", "precision float8"),
     *("several one matrix, biased, gated", "several shared, two matrices", "shared_tokens yes"),
 )
 TOO_FEW_ROWS: Form = {"capacity": 2}
@@ -150,7 +155,7 @@ def chosen(options: dict[str, dict[str, Form]], name: str, rng: helpers.Rng) -> 
         return alone(options)[name]
     form: Form = {}
     for option, values in (options | {"implementation": {"xla": BY_XLA}}).items():
-        if option not in ("shared_tokens", "unvarying") and rng.random() < 0.5:
+        if option not in ("shared_tokens", "unvarying", "replicas") and rng.random() < 0.5:
             form |= list(values.values())[rng.integers(len(values))]
     if "product" in form:  # its matrices are the user's own
         form.pop("frozen", None)
@@ -308,7 +313,13 @@ def layer(form: Form, group: Group) -> Function:
                 own = "gelu"
                 gate, up = (gate, up) if gate is None else (jnp.concatenate([gate, up], axis=1), None)
             shared = Experts(gate=gate, up=up, down=down, biases=given.get("shared_biases"), activation=own)
-        operands = given["tokens"], given["ids"], given.get("weights"), experts
+        ids = given["ids"]
+        if form.get("replicas"):
+            slots = EXPERTS + 2 * group.size
+            plan = nn.plan_replicas(np.arange(EXPERTS) + 1.0, num_ranks=group.size, num_slots=slots)
+            experts = nn.replicate(experts, plan, group=group)
+            ids = nn.physical_ids(ids, plan, offset=jax.lax.axis_index(group.axis_name))
+        operands = given["tokens"], ids, given.get("weights"), experts
         out = moe_mlp(*operands, group=group, shared_experts=shared, **options)[0]
         return out + 0 * (floats | known)["tokens"] if form.get("shared_tokens") else out  # it varies over ranks
 

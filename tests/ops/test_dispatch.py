@@ -143,15 +143,6 @@ def test_float8_rows(
     np.testing.assert_array_equal(wide[filled], rounded[filled])
 
 
-def test_overflow_of_float8_rows_delivers_nan(open_group: OpenGroup, rng: Rng) -> None:
-    group = open_group(2)
-    case = helpers.draw_case(rng, 2, 6, 3, EXPERTS, 128)
-    dispatched = helpers.fetch(float8_rows(group, implementation="xla", capacity=4)(*case))
-    assert np.all(np.isnan(dispatched.rows.scales))
-    with pytest.raises(CapacityError):
-        group.check()
-
-
 @pytest.mark.parametrize("wire", [None, "float8", "float8_rows"])
 @pytest.mark.parametrize(("options", "slots"), [({}, True), ({"capacity": 40, "on_overflow": "drop"}, False)], ids=str)
 def test_a_slot_for_each_token(options: dict[str, Any], slots: bool, wire: Any, group: Group, rng: Rng) -> None:
