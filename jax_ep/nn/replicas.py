@@ -165,19 +165,21 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     slots, ranks, local = plan.experts.shape[0], group.size, plan.counts.shape[0] // group.size
     if slots % ranks or plan.counts.shape[0] % ranks:
         raise ValueError(f"{op}: plan must be of experts and slots that {ranks} ranks divide, got {plan}")
-    me, room, of_slots = jax.lax.axis_index(group.axis_name), slots // ranks, jnp.asarray(plan.experts)
+    me, room, of_slots = jax.lax.axis_index(group.axis_name), slots // ranks, jnp.asarray(plan.experts, jnp.int32)
     owner, row = jnp.divmod(of_slots, local)
-    number = jnp.argmax(jnp.asarray(plan.slots)[of_slots] == jnp.arange(slots)[:, None], axis=1)  # among its expert's
+    is_slot = jnp.asarray(plan.slots, jnp.int32)[of_slots] == jnp.arange(slots, dtype=jnp.int32)[:, None]
+    number = jnp.argmax(is_slot, axis=1).astype(jnp.int32)  # among its expert's
     my_owner, my_row, my_number = (x.reshape(ranks, room)[me] for x in (owner, row, number))
-    from_here, to_here = owner == me, (my_owner[None] == jnp.arange(ranks)[:, None]).reshape(-1)
-    here = (jnp.tile(x, ranks) for x in (jnp.arange(room), my_row, my_number))  # of each rank, a slice of each slot
-    index = (row, number, from_here, to_here, *here, jnp.max(jnp.asarray(plan.counts)))
+    from_here, to_here = owner == me, (my_owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None]).reshape(-1)
+    places = jnp.arange(room, dtype=jnp.int32)
+    here = (jnp.tile(x, ranks) for x in (places, my_row, my_number))  # of each rank, a slice of each slot
+    index = (row, number, from_here, to_here, *here, jnp.max(jnp.asarray(plan.counts, jnp.int32)))
     exchange = partial(ragged_all_to_all, axis_name=group.axis_name, group=group, implementation=implementation)
 
     def out(index: list[jax.Array], own: jax.Array) -> jax.Array:
         row, _, from_here, to_here, at, *_ = index
         empty = jnp.zeros_like(own, shape=(room, *own.shape[1:]))
-        return exchange(own, empty, row, from_here.astype(int), at, to_here.astype(int))
+        return exchange(own, empty, row, from_here.astype(jnp.int32), at, to_here.astype(jnp.int32))
 
     def home(index: list[jax.Array], cotangent: jax.Array) -> jax.Array:
         _, number, from_here, to_here, at, my_row, my_number, most = index
@@ -185,7 +187,7 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
 
         def add(turn: jax.Array, total: jax.Array) -> jax.Array:  # one replica of each expert
             sent, received = to_here & (my_number == turn), from_here & (number == turn)
-            part = exchange(cotangent, nothing, at, sent.astype(int), my_row, received.astype(int))
+            part = exchange(cotangent, nothing, at, sent.astype(jnp.int32), my_row, received.astype(jnp.int32))
             return total + part.astype(jnp.float32)
 
         return jax.lax.fori_loop(0, most, add, nothing.astype(jnp.float32)).astype(cotangent.dtype)
@@ -252,6 +254,6 @@ def _turns(ids: jax.Array) -> jax.Array:
     """[N] int32: how many equal ids come before each."""
     order = jnp.argsort(ids, stable=True)
     ordered = ids[order]
-    places = jnp.arange(ids.size)
+    places = jnp.arange(ids.size, dtype=jnp.int32)
     before = places - jax.lax.cummax(jnp.where(ordered != jnp.roll(ordered, 1), places, 0))
-    return jnp.zeros_like(order).at[order].set(before, unique_indices=True)
+    return jnp.zeros_like(places).at[order].set(before, unique_indices=True)

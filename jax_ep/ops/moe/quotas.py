@@ -31,7 +31,7 @@ def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
     level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
     quotas, more = jnp.minimum(demand, level), demand > level
     left = room - quotas.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    return quotas + (more & (jnp.cumsum(more, axis=-1) <= left)).astype(jnp.int32)
+    return quotas + (more & (jnp.cumsum(more, axis=-1, dtype=jnp.int32) <= left)).astype(jnp.int32)
 
 
 def rows_of_experts(demand: jax.Array, alignment: int, capacity: int) -> jax.Array:

@@ -57,7 +57,7 @@ def _backward(group: Group, rows: int, indices: list[jax.Array], cotangent: jax.
         """The reverse exchange of overlapping slices: each rank takes back one slice at a time, and adds them up."""
         each = entries // size
         me = jax.lax.axis_index(group.axis_name)
-        peer, number = jnp.divmod(jnp.arange(entries), each)
+        peer, number = jnp.divmod(jnp.arange(entries, dtype=jnp.int32), each)
 
         def add(total: jax.Array, turn: jax.Array) -> tuple[jax.Array, None]:
             away, mine = turn // each, number == turn % each
@@ -66,7 +66,7 @@ def _backward(group: Group, rows: int, indices: list[jax.Array], cotangent: jax.
             part = ragged_all_to_all(group, cotangent, nothing, arrived_at, back, came_from, taken)
             return total + part, None
 
-        return jax.lax.scan(add, nothing, jnp.arange(entries))[0]
+        return jax.lax.scan(add, nothing, jnp.arange(entries, dtype=jnp.int32))[0]
 
     d_operand = jax.lax.cond(jnp.any(overlaps > 0), one_by_one, at_once, cotangent)  # alike on all ranks
     edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)

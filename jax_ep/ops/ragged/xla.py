@@ -31,7 +31,7 @@ def ragged_all_to_all(
     fits = (send_sizes >= 0) & (input_offsets >= 0) & (input_offsets <= operand.shape[0] - send_sizes)
     fits &= (output_offsets >= 0) & (output_offsets <= output.shape[0] - send_sizes)
     wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)
-    index = jnp.arange(output.shape[0])
+    index = jnp.arange(output.shape[0], dtype=output_offsets.dtype)
     result = output
     for source in range(size):
         for i in range(starts.shape[1]):
