@@ -201,23 +201,6 @@ def test_a_kernel_and_an_exchange_for_each_chunk(node_capacity: int | None, chun
             assert counted(helpers.per_rank(body, group.mesh), *operands) == expected, body.__name__
 
 
-@pytest.mark.matrix(1)
-@pytest.mark.parametrize("node_capacity", [None, TOKENS - 1])
-def test_with_64_bits(node_capacity: int | None, implementation: Implementation, rng: Rng) -> None:
-    """What is counted stays int32, so that combine takes the routing."""
-    case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
-    with over(2, 2, nodes=NodeOptions(node_capacity)) as group:
-        plain = run(group, case, **options)
-        with jax.enable_x64(True):
-            wide = run(group, case, **options)
-        group.check()
-    assert plain[0].routing.dropped.any() == (node_capacity is not None)
-    for one, other in zip(*map(jax.tree.leaves, (plain, wide)), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
 def test_each_call_marks_its_begin_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As between processes: once, whatever is taken of its results, and in whatever transformation. A dispatch whose
     results `jax.checkpoint` keeps may begin again on a GPU, and since jax 0.11."""

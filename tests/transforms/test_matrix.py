@@ -1,6 +1,7 @@
 """Every option of `moe_mlp` and of `dispatch`, and the other ops, under every transformation of JAX, against
 float64. Without --nightly a ninth of it runs, in test_numbers each form under two transformations or three."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,6 +186,7 @@ class Transformation(NamedTuple):
     outside: bool = False  # derived outside of jax.shard_map
     spread: bool = False  # the batch, over another axis of the mesh
     axes: tuple[str, ...] = ("ep",)  # of the group
+    x64: bool = False
 
 
 P = jax.checkpoint_policies
@@ -215,6 +217,7 @@ TRANSFORMATIONS = {
     "cond": Transformation(under_cond),
     "vmap": Transformation(jax.vmap, plain=one_by_one, batch=True),
     SPREAD: Transformation(plain=one_by_one, batch=True, spread=True),
+    "64 bits": Transformation(x64=True),
     "two axes": Transformation(axes=("context", "expert")),
     "jvp": Transformation(derive=moved),
     "linearize": Transformation(derive=linearized),
@@ -242,6 +245,7 @@ ALWAYS = {
     *((name, "two axes") for name in ("default", "sparse mean, sharded", RAGGED, "all_gather_matmul by xla")),
     *((name, SPREAD) for name in ("default", "sparse sum", RAGGED, "matmul_reduce_scatter", f"{LOCAL}, gathered")),
     *((LOCAL, each) for each in ("grad", "scan")),
+    *((name, "64 bits") for name in ("default", "nodes all", "nodes capacity", "xla", RAGGED)),
     *((name, "grad outside") for name in ("unvarying tokens", "unvarying ids", "unvarying weights")),
 }
 
@@ -303,7 +307,11 @@ def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monk
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")  # rows that nobody uses hold anything
     under, form = (TRANSFORMATIONS | ONE_BATCHED | SECOND_ORDER)[transformation], OPS[op].form(name, rng)
     print(form)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), opened(form, under) as group:
+    with contextlib.ExitStack() as around:
+        around.enter_context(jax.enable_x64(under.x64))
+        around.enter_context(jax.numpy_rank_promotion("raise"))
+        around.enter_context(jax.numpy_dtype_promotion("strict"))
+        group = around.enter_context(opened(form, under))
         program, ranks, operands, tangents, cotangent = prepared(op, form, under, group, rng)
         given = helpers.on_mesh(ranks, (*operands[:2], tangents, cotangent))
         if refused := matrix_forms.refused(form):
@@ -402,6 +410,7 @@ def assert_near(actual: Result, wanted: Result, unit: Callable[[str], float]) ->
     assert jax.tree.structure(actual) == jax.tree.structure(wanted)
     for (at, found), right in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True):
         where = jax.tree_util.keystr(at)
+        assert found.dtype.itemsize <= 4, where
         if where.endswith(".base"):  # of low-rank adapters: it does not train
             assert not found.any(), where
             continue
