@@ -243,14 +243,14 @@ ALWAYS = {
     *(("shared_tokens yes", "grad outside"), ("shared_tokens yes", "grad outside without vma")),
     *(("sparse mean_by_count over nodes", "grad outside"), ("matmul_all_reduce", "grad outside without vma")),
     *((name, "two axes") for name in ("default", "sparse mean, sharded", RAGGED, "all_gather_matmul by xla")),
-    *((name, SPREAD) for name in ("default", "sparse sum", RAGGED, "matmul_reduce_scatter", f"{LOCAL}, gathered")),
+    *(
+        (name, SPREAD)
+        for name in ("default", "sparse mean, sharded", RAGGED, "matmul_reduce_scatter", f"{LOCAL}, gathered")
+    ),
     *((LOCAL, each) for each in ("grad", "scan")),
     *((name, "64 bits") for name in ("default", "nodes all", "nodes capacity", "xla", RAGGED)),
     *((name, "grad outside") for name in ("unvarying tokens", "unvarying ids", "unvarying weights")),
 }
-
-
-NOT_SPREAD = ("sparse mean, sharded", "sparse mean_by_count over nodes")
 
 
 class Op(NamedTuple):
@@ -287,8 +287,6 @@ def cases(forms: Sequence[tuple[str, str]], transformations: Iterable[str], shar
     for (i, form), (j, transformation) in itertools.product(enumerate(forms), enumerate(transformations)):
         chosen = (i + j + helpers.SEED) % share == 0 or (form[1], transformation) in ALWAYS
         marks = [] if chosen else [pytest.mark.nightly]
-        if transformation == SPREAD and form[1] in NOT_SPREAD:
-            marks.append(pytest.mark.xfail(strict=True, reason="types of cotangents that vary over two axes"))
         yield pytest.param(*form, transformation, marks=marks, id=" - ".join((*form, transformation)))
 
 

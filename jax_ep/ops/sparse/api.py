@@ -176,7 +176,7 @@ def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array
     places = xla.places_of_entries(union, axis_name)
     if config.sharded:
         cotangent = jax.lax.all_gather(cotangent, axis_name)
-        owner = jnp.minimum(jnp.searchsorted(union.bounds, places, side="right") - 1, group.size - 1)
+        owner = jnp.minimum(union.owners(places), group.size - 1)
         rows = places - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:

@@ -55,7 +55,7 @@ def _at_owners(config: SparseConfig, union: Union) -> _AtOwners:
     places = union.places
     if config.sharded:
         rows = min(config.capacity, config.rank_rows, places.size)
-        owner = jnp.searchsorted(union.bounds, places, side="right", method="compare_all").astype(jnp.int32) - 1
+        owner = union.owners(places)
         row = places - union.bounds[owner]
     else:
         rows = -(-min(config.capacity, config.num_rows, places.size) // config.size)

@@ -223,6 +223,14 @@ class Union(NamedTuple):
     bounds: jax.Array
     missing: jax.Array
 
+    def owners(self, places: jax.Array) -> jax.Array:
+        """int32: the rank whose range has each of the places; R for U.
+
+        The type of `jnp.searchsorted` varies over a `spmd_axis_name` even where its operands do not.
+        """
+        bounds = self.bounds.reshape(-1, *[1] * places.ndim)
+        return jnp.sum(bounds <= places[None], axis=0, dtype=jnp.int32) - 1
+
     def needed(self, config: SparseConfig) -> jax.Array:
         """[R] int32: the rows of each rank's result."""
         return jnp.diff(self.bounds) if config.sharded else jnp.broadcast_to(self.bounds[-1:], (config.size,))
