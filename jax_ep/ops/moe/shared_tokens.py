@@ -59,7 +59,7 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     own = add_rows_of_tokens(nothing, answers, weighed_routing.row_of[0], weighed_routing.weights[0])
     total = agreement.leave(jax.lax.psum(own, group.axis_name)).astype(tokens.dtype)
     if not always_fits(alone, num_tokens * top_k):
-        rows_here = jnp.where(jnp.arange(group.size) == rank, routing.counts.sum(dtype=jnp.int32), 0)
+        rows_here = jnp.where(jnp.arange(group.size, dtype=jnp.int32) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
     if os.environ.get("JAX_EP_DEBUG_CHECKS") == "1":
