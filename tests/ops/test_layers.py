@@ -170,3 +170,24 @@ def test_no_gradient_of_float8(name: str, implementation: Any, open_group: OpenG
     layer = matrix_forms.layer(form, group)
     with pytest.raises(TypeError, match=rf"^moe_mlp: experts\.{name} in float8 has no gradient"):
         jax.eval_shape(helpers.per_rank(body, group.mesh), *matrix_forms.draw(form, 2, rng, layer=True)[:2])
+
+
+@pytest.mark.usefixtures("native")
+def test_float8_rounds_what_the_unit_makes(open_group: OpenGroup, rng: Rng) -> None:
+    """Squares of small integers, of which nothing else is rounded; with and without a gradient."""
+    tokens = rng.integers(1, 16, (1, 8, 128)).astype(DTYPES[0])
+    tokens[..., 0] = 448  # so that scales are exact
+    one, ids = np.tile(np.eye(128, dtype=DTYPES[0]), (1, 2, 1, 1)), np.zeros((1, 8, 1), np.int32)
+    options: dict[str, Any] = {"precision": "float8", "activation": Gated(lambda gate, up: gate * up)}
+    group = open_group(1)
+
+    def both(tokens: jax.Array, ids: jax.Array, one: jax.Array) -> list[jax.Array]:
+        def sums(tokens: jax.Array) -> jax.Array:
+            return helpers.moe_sums(tokens, ids, None, one, one, one, group=group, **options)
+
+        return [sums(tokens), jax.vjp(sums, tokens)[0]]
+
+    wanted = oracle.through_fp8(helpers.wide(tokens) ** 2)[0].astype(DTYPES[0])
+    assert not np.array_equal(helpers.wide(wanted), helpers.wide(tokens) ** 2)
+    for found in helpers.run(group, both, tokens, ids, one):
+        np.testing.assert_array_equal(helpers.wide(found), helpers.wide(wanted))
