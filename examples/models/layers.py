@@ -372,7 +372,7 @@ def scan_layers(
     count = jax.tree.leaves(layers)[0].shape[0]
     turns = jax.tree.map(lambda a: a.reshape(-1, len(kinds), *a.shape[1:]), layers)
 
-    def one(x: jax.Array, layer: Any, cache: Cache | None, kind: Any) -> Any:
+    def one(x: jax.Array, layer: Any, cache: LayerCache | None, kind: Any) -> Any:
         whole = {name: part if name == "experts" else run.constrain(part, P()) for name, part in layer.items()}
         x, cache, aux = block(x, whole, cache, kind)
         return run.constrain(x, run.rows(*x.shape[:2])), cache and cache.kept, aux

@@ -156,7 +156,7 @@ def check_shared_tokens(op: str, shared_tokens: bool, group: Group, wire: object
         raise ValueError(f"{op}: wire must be None where shared_tokens is true, got {wire!r}")
     if group.size > 1 and vary.tracks_varying(group.axis_name):
         for name, x in operands.items():
-            if isinstance(x, checks.ARRAYS) and vary.varies(x, group.axis_name):
+            if isinstance(x, jax.Array) and vary.varies(x, group.axis_name):
                 raise ValueError(
                     f"{op}: {name} must be the same on all ranks where shared_tokens is true, got {name} that differ "
                     f"by rank: take {group.axis_name!r} out of their in_specs"

@@ -564,12 +564,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.balance_loss, (X, ROUTED.expert_ids), {"score": "tanh"}, "score must be one of"),
     (nn.balance_loss, (X, X), {}, "expert_ids must be of an integer dtype, got"),
     (nn.z_loss, (X, zeros(4, bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(4,\)"),
-    (
-        nn.softmax_top_k,
-        (zeros((2, 3, 8)), 2),
-        {},
-        r"logits .*, got \(2, 3, 8\): flatten batches by \.reshape\(-1, E\)$",
-    ),
+    (nn.softmax_top_k, (zeros((2, 3, 8)), 2), {}, r"logits .*, got \(2, 3, 8\): flatten .* \.reshape\(-1, E\)$"),
     (nn.z_loss, (X, zeros((2, 10), bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(2, 10\)"),
     (nn.scalars, (X,), {}, r"stats must be a jax_ep\.MoeStats, got float32\[20,16\]"),
     (nn.z_loss, (X[0],), {}, r"logits must have shape \[T, E\], got \(16,\)"),
