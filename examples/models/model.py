@@ -98,15 +98,21 @@ class Decoder(NamedTuple):
 
 
 def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> Decoder:
-    """For sequences of at most `length` tokens, prompts included; the likeliest tokens at temperature 0."""
+    """For sequences of at most `length` tokens, prompts included; the likeliest tokens at temperature 0.
+
+    The token after a longer sequence is -1. Raises ValueError if a prompt is longer.
+    """
 
     def next_token(params: Any, ids: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        if ids.shape[1] > length:
+            raise ValueError(f"decoder: ids must have at most length = {length} tokens, got {ids.shape[1]}")
         hidden, after, _ = config.hidden(params, ids, run, cache)
         logits = _logits(hidden[:, -1], _head(params, run))
         if temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), after
-        key = jax.random.fold_in(key, cache.position)
-        return jax.random.categorical(key, logits / temperature).astype(jnp.int32), after
+            token = jnp.argmax(logits, axis=-1)
+        else:
+            token = jax.random.categorical(jax.random.fold_in(key, cache.position), logits / temperature)
+        return jnp.where(cache.position + ids.shape[1] <= length, token, -1).astype(jnp.int32), after
 
     def prefill(params: Any, ids: jax.Array, key: jax.Array) -> tuple[jax.Array, Cache | None]:
         return next_token(params, ids, empty_cache(config, run, ids.shape[0], length), key)

@@ -60,6 +60,18 @@ def test_what_transformers_computes(family: str, size: int, open_group: Callable
     np.testing.assert_array_equal(model.generate(params, wanted["ids"], tokens, config, run), wanted["greedy"])
 
 
+def test_sequences_that_outgrow_their_cache(open_group: Callable[..., Group]) -> None:
+    family, group = "qwen3_moe", open_group(1)
+    params, key = loaded(family, group), jax.random.key(0)
+    prefill, step = model.decoder(config_of(family), run_of(group), 6)
+    token, cache = prefill(params, np.ones((2, 5), np.int32), key)
+    for fits in (True, False, False):
+        token, cache = step(params, token, cache, key)
+        assert (np.asarray(token) >= 0).all() if fits else (np.asarray(token) == -1).all()
+    with pytest.raises(ValueError, match="ids must have at most length = 6 tokens, got 7"):
+        prefill(params, np.ones((2, 7), np.int32), key)
+
+
 def test_experts_stay_in_float8(tmp_path: Path, open_group: Callable[..., Group]) -> None:
     """The bits of the checkpoint, also after they are saved; what they compute is nearly what their values do."""
     family, group = "deepseek_v3", open_group(2)
