@@ -16,7 +16,7 @@ from jax_ep.pallas_kernels import BLOCK
 from . import formulations as forms, token_sweep
 from .formulations import Formulation
 from .in_jit_loop import AXIS, Loop, on_ranks, relative_error
-from .moe_cases import CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
+from .moe_cases import AS_ON_EIGHT, CASES, CPU_CASES, Case, Inputs, Load, Shape, capacity, load, make_ids, make_inputs
 from .runner import Bench, Row, Run
 
 FLOAT8 = "dispatch, float8"  # on the wire only
@@ -135,7 +135,9 @@ def rows_differ(a: Any, b: Any) -> jax.Array:
 def cases(run: Run) -> list[Any]:
     if run.options.sweep:
         return token_sweep.cases(run)
-    return CPU_CASES if run.on_cpu else CASES
+    if run.on_cpu:
+        return CPU_CASES
+    return CASES + AS_ON_EIGHT if run.group.size == 2 else CASES
 
 
 def notes(run: Run) -> list[str]:

@@ -48,9 +48,10 @@ class Case:
     routing: str = "uniform"  # or "Zipf"; "all-to-one": all tokens go to experts of rank 0
     quick: bool = False
     few_sms: tuple[int, ...] = ()  # also time ours on so many SMs
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"{self.shape}, {self.routing}"
+        return f"{self.name}{self.shape}, {self.routing}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,15 @@ CASES = [
     *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
     Case(_LARGE, "Zipf"),
     Case(_LARGE, "all-to-one"),
+]
+# On two ranks: as many rows an expert as on eight, and nearly as many rows a token and rank.
+AS_ON_EIGHT = [
+    Case(Shape(tokens, hidden, 2, experts, "bfloat16"), few_sms=(32, 24, 16), name=f"as on 8, {name}: ")
+    for name, tokens, hidden, experts in (
+        ("Qwen3-30B", 32_768, 2048, 32),
+        ("Qwen3-Next", 40_960, 2048, 128),
+        ("V3", 16_384, 7168, 64),
+    )
 ]
 # These take every path at a size that virtual devices of a CPU can bear.
 CPU_CASES = [

@@ -90,14 +90,18 @@ int main(int argc, char** argv) {
   if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int ctas : {24, 64, 96, 128}) {
+  for (const int ctas : {16, 24, 32, 64, 96, 128}) {
     dispatches.push_back({ctas, 256, 6, kMove});
     for (int senders = 2; senders <= 7; ++senders) dispatches.push_back({ctas, 256, senders, kStream});
   }
-  for (const int ctas : {24, 64, 96, 128})
+  for (const int ctas : {16, 24, 32, 64, 96, 128})
     for (int senders = 4; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   if (!few) run(n, {8192, 2048, 8, 128}, dispatches, combines);
+  // On two ranks: the rows an expert, and nearly the rows a token and rank, of Qwen3-30B, Qwen3-Next and V3 on eight.
+  if (!few && n == 2)
+    for (const Shape& shape : {Shape{32768, 2048, 2, 32}, Shape{40960, 2048, 2, 128}, Shape{16384, 7168, 2, 64}})
+      run(n, shape, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {
     for (const int senders : {1, 2, 4}) dispatches.push_back({ctas, 256, senders, kStream});
