@@ -102,15 +102,16 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         seconds = seconds_of(lambda run=prefill, ids=ids: run(params, ids, key)[0], repeats)
         yield row(f"prefill, 1 x {length:,}", length, seconds, None)
 
-    def compiled(batch: int) -> tuple[Any, Any]:
-        """A step, and the shapes of its cache. No cache is allocated yet: XLA tries tilings on buffers of its own."""
+    def lowered(batch: int) -> tuple[Any, Any]:
+        """A step, lowered, and the shapes of its cache."""
         empty = jax.eval_shape(lambda: model.empty_cache(config, how, batch, case.context + case.steps))
         step = model.decoder(config, how, case.context + case.steps).step
-        return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key).compile(), empty
+        return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key), empty
 
-    with ThreadPoolExecutor() as pool:
-        programs = list(pool.map(compiled, case.batches))
-    for batch, (step, empty) in zip(case.batches, programs, strict=True):
+    lowered_steps, empty_caches = zip(*map(lowered, case.batches), strict=True)
+    with ThreadPoolExecutor() as pool:  # before a cache is allocated: XLA tries tilings on buffers of its own
+        steps = list(pool.map(lambda one: one.compile(), lowered_steps))
+    for batch, step, empty in zip(case.batches, steps, empty_caches, strict=True):
         sharding = NamedSharding(group.mesh, how.rows(batch, 1))
         tokens, cache = jnp.zeros(batch, jnp.int32), filled(empty, case.context, sharding)
         times: list[float] = []

@@ -74,18 +74,20 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with `layers` layers. `sequences` is per device and micro-batch."""
+    """A model with `layers` layers. `sequences` is per device and micro-batch. `skewed`: some experts are popular."""
 
     layers: int
     sequences: int
     length: int
     micro_batches: int = 4
     small: bool = False
+    skewed: bool = False
     quick: bool = True
 
     def __str__(self) -> str:
         name = "small" if self.small else "Qwen3-30B's widths"
-        return f"{name}, {self.layers} layers, {self.micro_batches} x {self.sequences} x {self.length}"
+        shape = f"{self.layers} layers, {self.micro_batches} x {self.sequences} x {self.length}"
+        return f"{name}, {shape}{', skewed' if self.skewed else ''}"
 
     @property
     def config(self) -> Any:
@@ -139,6 +141,49 @@ def parts_of(call: Callable[[], Any], text: str) -> str:
     return ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts)
 
 
+def skewed_ids(count: int, top_k: int, experts: int) -> np.ndarray:
+    """Distinct experts [count, top_k] whose popularity is log-normal."""
+    rng = np.random.default_rng(SEED)
+    popularity = rng.permutation(np.exp(0.7 * rng.standard_normal(experts)))
+    arrivals = rng.standard_exponential((count, experts)) / popularity
+    return np.argpartition(arrivals, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+
+
+def with_skew(moe_mlp: Callable[..., Any]) -> Callable[..., Any]:
+    """The layer with `skewed_ids` instead of the router's, and the router's weights."""
+
+    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> Any:
+        total = options["group"].size * experts.down.shape[0]
+        ids = jnp.where(ids >= 0, skewed_ids(*ids.shape, total), ids)
+        return moe_mlp(tokens, ids, weights, experts, **options)
+
+    return layer
+
+
+def note_skew(case: Case, run: Run) -> None:
+    config, ranks = case.config, run.group.size
+    ids = skewed_ids(case.sequences * case.length, config.num_experts_per_tok, config.num_experts)
+    load = np.bincount(ids.ravel(), minlength=config.num_experts)
+    expert, rank = load.max() / load.mean(), load.reshape(ranks, -1).sum(1).max() / load.sum() * ranks
+    run.note(f"{case}: the busiest expert has {expert:.1f} times the mean load, the busiest GPU {rank:.2f} times")
+
+
+_steps: dict[Case, dict[str, float]] = {}  # milliseconds by mixture of experts, of the cases so far
+
+
+def note_layer(case: Case, run: Run) -> None:
+    """Of two depths: what a layer adds to a step, and the whole model that follows."""
+    deeper = dataclasses.replace(case, layers=2 * case.layers, quick=True)
+    for name, shallow in _steps[case].items() if deeper in _steps else ():
+        deep = _steps[deeper][name]
+        layer = (deep - shallow) / case.layers
+        whole = deep + (QWEN3_30B.num_hidden_layers - deeper.layers) * layer
+        rate = case.micro_batches * case.sequences * case.length / whole * 1e3
+        run.note(
+            f"{name}: a layer adds {layer:.1f} ms to a step; with 48 layers {rate:,.0f} tokens/s a GPU would follow"
+        )
+
+
 def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], batch: jax.Array) -> dict[str, float]:
     """Milliseconds by the mixture of experts. Notes the losses, and on a GPU what the time was spent on."""
     config = case.config
@@ -165,6 +210,9 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     config, group = case.config, run.group
     how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16, unroll=case.layers)
     ways = {OURS: how, PLAIN: dataclasses.replace(how, moe_mlp=plain_mixture)}
+    if case.skewed:
+        note_skew(case, run)
+        ways = {name: dataclasses.replace(way, moe_mlp=with_skew(way.moe_mlp)) for name, way in ways.items()}
     optimizer = optax.adamw(1e-5, b2=0.95)
     state = training.first_state(jax.random.key(SEED), config, optimizer, how)
     shape = case.micro_batches, case.sequences * group.size, case.length + 1
@@ -179,15 +227,18 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         for name, way in ways.items()
     }
 
+    last: dict[str, Any] = {}  # metrics
+
     def one_step(name: str) -> Callable[[], Any]:
         def call() -> Any:
             nonlocal state
-            state, metrics = steps[name](state, batches)
-            return metrics
+            state, last[name] = steps[name](state, batches)
+            return last[name]
 
         return call
 
-    of_step = in_turns({name: one_step(name) for name in steps}, run.options.repeats, 1)
+    of_step = _steps[case] = in_turns({name: one_step(name) for name in steps}, run.options.repeats, 1)
+    note_layer(case, run)
     tokens = case.sequences * case.length  # of a micro-batch and GPU
     peak = training.peak_flops(group.mesh.devices.flat[0])
     for name, program in steps.items():
@@ -205,17 +256,18 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             "TF/s a GPU": f"{flops / 1e12:,.0f}",
             "MFU": f"{flops / peak:.1%}" if peak else "-",
             "GiB a GPU": f"{held / 2**30:.1f}",
+            "dropped": f"{float(last[name].dropped):.1%}",
         }
 
 
 def cases(run: Run) -> list[Case]:
     if run.on_cpu:
-        return [Case(2, 1, 32, 2, small=True)]
+        small = Case(2, 1, 32, 2, small=True)
+        return [small, dataclasses.replace(small, skewed=True, quick=False)]
     layers = run.options.layers or (6 if run.group.size == 1 else 12)
-    found = [Case(layers, 4, 4096, run.options.micro_batches)]
-    return (
-        found if run.options.quick else [*found, dataclasses.replace(found[0], layers=max(1, layers // 2), quick=False)]
-    )
+    first = Case(layers, 4, 4096, run.options.micro_batches)
+    others = {"layers": max(1, layers // 2)}, {"skewed": True}
+    return [first, *(dataclasses.replace(first, quick=False, **other) for other in others)]
 
 
 def notes(run: Run) -> Iterator[str]:
@@ -223,6 +275,7 @@ def notes(run: Run) -> Iterator[str]:
     yield "AdamW with float32 weights; working copies in bfloat16 are made once a step; no rematerialization"
     yield "the scan over layers is unrolled"
     yield "uniform random tokens: random weights route them nearly evenly"
+    yield "skewed: experts are drawn by a log-normal popularity; plain JAX drops what exceeds 1.25 times the mean"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,7 +294,7 @@ BENCH = Bench(
     rows,
     notes,
     arguments,
-    quick="one number of layers",
+    quick="one number of layers, routed evenly",
     repeats=3,
     open=open_all,
     packages=("optax",),

@@ -15,7 +15,7 @@ from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, say_once, who_computes
-from jax_ep.errors import GroupClosedError, JaxEpError
+from jax_ep.errors import CapacityError, GroupClosedError, InvalidRoutingError, JaxEpError
 from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
@@ -220,8 +220,8 @@ class Group:
     def close(self) -> None:
         """Ends the group and frees its memory. May be called twice.
 
-        It first waits, for `timeout` at most, until all live arrays on the group's devices are computed. An op that
-        runs later, or whose results nobody holds, gets a `GroupClosedError`.
+        It first waits, for `timeout` at most, until all live arrays on the group's devices are computed, unless the
+        group has failed. An op that runs later, or whose results nobody holds, gets a `GroupClosedError`.
         """
         if not self._closed:
             self._await_arrays()
@@ -231,8 +231,14 @@ class Group:
         deadline, devices = time.monotonic() + self.timeout, set(self.mesh.devices.flat)
         for array in jax.live_arrays(self.mesh.devices.flat[0].platform):
             with contextlib.suppress(RuntimeError):  # it was donated meanwhile
-                while devices & array.sharding.device_set and not array.is_ready() and time.monotonic() < deadline:
+                while devices & array.sharding.device_set and not array.is_ready():
+                    if time.monotonic() > deadline or self._has_failed():
+                        return
                     time.sleep(0.001)
+
+    def _has_failed(self) -> bool:
+        error = self._backend.error()
+        return error is not None and not isinstance(error, (CapacityError, InvalidRoutingError))
 
     def _close(self, *, in_order: bool) -> None:
         with self._lock:

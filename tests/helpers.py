@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30) -> None:
 
 
 def fetch(results: Any) -> Any:
-    """Awaits all results, as must be done before a group closes, and copies them to numpy."""
+    """Awaits all results, and copies them to numpy."""
     return jax.device_get(jax.block_until_ready(results))
 
 

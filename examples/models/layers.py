@@ -386,9 +386,10 @@ def scan_layers(
             layer, own = jax.tree.map(lambda a, i=i: a[i], layers), LayerCache(kept[first + i], cache.position)
             x, kept[first + i], aux = one(x, layer, own, kinds[i % len(kinds)])
             found.append(aux)
-        return x, cache._replace(kept=tuple(kept)), jax.tree.map(lambda *each: jnp.stack(each), *found)
+        aux = jax.tree.map(lambda *each: jnp.stack(each), *found) if found else None
+        return x, cache._replace(kept=tuple(kept)), aux
 
-    empty = cache and LayerCache(cache.kept[0], cache.position)  # as that of each layer
+    empty = cache and LayerCache(cache.kept[min(first, len(cache.kept) - 1)], cache.position)  # as that of each layer
 
     def turn(x: jax.Array, layer: Any) -> Any:
         found = []

@@ -104,7 +104,7 @@ def _has_code(architecture: str, capability: str) -> bool:
     Machine code runs on GPUs of its generation that are not older, and PTX on all that are not older.
     """
     if architecture.startswith("gfx"):
-        return architecture == capability.split(":")[0]
+        return architecture.split(":")[0] == capability.split(":")[0] or "generic" in architecture
     parts = re.fullmatch(r"(\d+)([af]?)(-real|-virtual)?", architecture)
     if parts is None:
         return True  # "all", "native"

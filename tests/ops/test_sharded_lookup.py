@@ -13,9 +13,9 @@ import optax
 import pytest
 from conftest import OpenGroup
 from embedding_oracle import DenseTraining
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
-from jax_ep import CapacityError, Group, Implementation, embedding
+from jax_ep import CapacityError, Group, Implementation, embedding, sparse_all_reduce
 from jax_ep.runtime.undelivered import capacity_error
 
 SIZE, D, N = 4, 5, 12
@@ -121,6 +121,27 @@ def test_tables_go_to_the_ranks_and_back(placement: embedding.Placement, ranks: 
         np.testing.assert_array_equal(parts["table"], stored(table, ranks, placement))
         back = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
         assert helpers.bits(back) == helpers.bits(tree)
+
+
+@pytest.mark.skipif(jax.device_count() < SIZE, reason="needs two lines of two devices")
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_of_two_lines(placement: embedding.Placement, rng: np.random.Generator) -> None:
+    """Their sum still knows the ranks' parts."""
+    mesh = Mesh(np.array(jax.devices()[:SIZE]).reshape(2, 2), ("data", "ep"))
+    table, ids = rng.standard_normal((V + 1, D)).astype(np.float32), rng.integers(V, size=SIZE * N, dtype=np.int32)
+    with Group(mesh, "ep") as group, Group(mesh, "data") as lines:
+        options: Any = {"group": group, "placement": placement, "capacity_factor": 3}
+        gradient_of = embedding.sparse_value_and_grad(lambda rows: jnp.sum(jnp.sin(rows)), **options)
+
+        def step(table: jax.Array, ids: jax.Array) -> jax.Array:
+            rows = sparse_all_reduce(gradient_of(table, ids)[1], group=lines, capacity=V + 1)
+            return table.at[rows.places].add(rows.values, mode="drop")
+
+        program = on_ranks(group, step, (P("ep"), P(("data", "ep"))), P("ep"), False)
+        found = program(embedding.shard_table(table, 2, placement=placement), ids)
+        found = embedding.unshard_table(np.asarray(found), 2, num_rows=V + 1, placement=placement)
+    wanted = table + np.bincount(ids, minlength=V + 1)[:, None] * np.cos(table)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.matrix(1)

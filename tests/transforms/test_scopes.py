@@ -14,7 +14,6 @@ from jax_ep import Experts, Group, Implementation, SparseRows, embedding, lax
 
 NAME = re.compile(r'op_name="([^"]*)"')
 TOKENS, IDS = jnp.ones((2, 8, 16)), jnp.arange(16, dtype=jnp.int32).reshape(2, 8, 1) % 4
-MOE = {"moe_mlp", "ragged_dot", "combine"}
 SIZES = jnp.full((2, 2), 4, jnp.int32)
 OFFSETS = jnp.array([0, 4], jnp.int32)
 

@@ -104,6 +104,7 @@ def sparse_all_reduce(
         num_rows=rows.num_rows,
         ignored=union.missing[0],
         dropped=union.missing[1] + jnp.maximum(needed - capacity, 0),
+        shards=None if sharded else rows.shards,
     )
 
 

@@ -80,7 +80,7 @@ def sharded_lookup(
 ) -> T:
     """`lookup` in a table that is sharded over the ranks, as `shard_table` makes it.
 
-    Called on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
+    Call it on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
     and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`; the
     gradient is dense; `sparse_value_and_grad(group=...)` has sparse ones.
 
@@ -116,7 +116,8 @@ def sharded_lookup(
 def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement = "ranges") -> jax.Array:
     """The rows that a lookup of all ranks' `ids` asks of each rank. The largest number is the least capacity.
 
-    Called as `sharded_lookup` is, but needs no table. Costs a sort of the ids, and a sum of R numbers over the ranks.
+    Call it where `sharded_lookup` is called; it needs no table. It costs a sort of the ids, and a sum of R numbers over the
+    ranks.
 
     Args:
       ids, group, placement: as for `sharded_lookup`.

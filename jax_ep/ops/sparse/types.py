@@ -47,7 +47,7 @@ class SparseRows:
 
     Entries of the same row add up. An entry stands for a row if it is among the first `count` and its id is in [0,
     num_rows); other entries are padding. Functions of this package pad with id `num_rows` and zero values, so
-    `table.at[rows.indices].add(rows.values, mode="drop")` adds them to a table.
+    `table.at[rows.places].add(rows.values, mode="drop")` adds them to a table, or to this rank's part of one.
 
     Attributes:
       indices: [N] int32 or int64.
@@ -58,7 +58,7 @@ class SparseRows:
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
       guard: a constant PRNG key, on which JAX refuses arithmetic.
       shards: static; how the ranks share the table, if this rank has a part of it, as in the gradient of a sharded
-        lookup. Ids are those of the whole table.
+        lookup. Ids are those of the whole table, and all of rows that this rank has.
     """
 
     indices: jax.Array
