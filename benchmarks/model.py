@@ -154,7 +154,7 @@ def with_skew(moe_mlp: Callable[..., Any]) -> Callable[..., Any]:
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> Any:
         total = options["group"].size * experts.down.shape[0]
-        ids = jnp.where(ids >= 0, skewed_ids(*ids.shape, total), ids)
+        ids = jnp.where(ids >= 0, skewed_ids(len(ids), ids.shape[1], total), ids)
         return moe_mlp(tokens, ids, weights, experts, **options)
 
     return layer
@@ -179,9 +179,7 @@ def note_layer(case: Case, run: Run) -> None:
         layer = (deep - shallow) / case.layers
         whole = deep + (QWEN3_30B.num_hidden_layers - deeper.layers) * layer
         rate = case.micro_batches * case.sequences * case.length / whole * 1e3
-        run.note(
-            f"{name}: a layer adds {layer:.1f} ms to a step; with 48 layers {rate:,.0f} tokens/s a GPU would follow"
-        )
+        run.note(f"{name}: a layer adds {layer:.1f} ms to a step; all 48 would give {rate:,.0f} tokens/s a GPU")
 
 
 def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], batch: jax.Array) -> dict[str, float]:

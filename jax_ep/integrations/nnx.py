@@ -1,5 +1,6 @@
 """A mixture of experts as a layer of Flax NNX."""
 
+import inspect
 import math
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -43,7 +44,8 @@ class MoeMlp(nnx.Module):
     """A router and its gated experts: x [B, ..., H] -> [B, ..., H] in x's dtype, and a `MoeAux`.
 
     The layer takes global arrays and calls `jax.shard_map` itself. B is sharded over all axes of the group's mesh, and
-    each device flattens its part of x to tokens [T, H]. The axes of the mesh may be Auto or Explicit.
+    each device flattens its part of x to tokens [T, H]. The axes of the mesh may be Auto or Explicit. Call the layer
+    inside `nnx.jit`: outside, JAX compiles it again in every call.
 
     Each parameter is drawn in its shards, inside and outside of `nnx.jit`, so no device ever holds all experts. The
     group is a plain attribute, not state, so checkpoints do not hold it.
@@ -59,7 +61,8 @@ class MoeMlp(nnx.Module):
       activation: as for `jax_ep.Experts`.
       param_dtype: of the parameters. The products of the experts are in the dtype of x, the logits in float32.
       rngs: its stream "params" draws the parameters.
-      options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`.
+      options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`, but not
+        `shared_tokens`.
 
     Raises:
       ValueError, TypeError, JaxEpError: as for `jax_ep.moe_mlp`.
@@ -81,7 +84,13 @@ class MoeMlp(nnx.Module):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        if not isinstance(group, Group):
+            raise TypeError(f"MoeMlp: group must be an open jax_ep.Group, got {checks.describe(group)}")
         checks.check_one_of("MoeMlp", "score", score, Score)
+        if fsdp is not None and (fsdp not in group.mesh.axis_names or fsdp in checks.axes_of(group.axis_name)):
+            raise ValueError(f"MoeMlp: fsdp must be another axis of the mesh than the group's, got {fsdp!r}")
+        if wrong := options.keys() - (inspect.signature(moe_mlp).parameters.keys() - {"shared_tokens"}):
+            raise TypeError(f"MoeMlp: options must be arguments of moe_mlp, without shared_tokens, got {sorted(wrong)}")
         if num_experts % group.size:
             raise ValueError(f"MoeMlp: num_experts must be a multiple of the {group.size} ranks, got {num_experts}")
         self.group, self.top_k = group, top_k
@@ -103,6 +112,10 @@ class MoeMlp(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoeAux]:
         group, axes = self.group, self.group.mesh.axis_names
         route = sigmoid_top_k if self.score == "sigmoid" else softmax_top_k
+        hidden, devices = self.router[...].shape[0], group.mesh.size
+        if x.ndim < 2 or x.shape[-1] != hidden or x.shape[0] % devices:
+            shape = f"[B, ..., {hidden}] where B is a multiple of the {devices} devices of the mesh"
+            raise ValueError(f"MoeMlp: x must have shape {shape}, got {x.shape}")
 
         def per_device(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array, MoeAux]:
             tokens = x.reshape(-1, x.shape[-1])

@@ -72,10 +72,29 @@ def test_values_of_a_layer(
     assert aux.dropped == 0
 
 
-@pytest.mark.parametrize(("experts", "score", "message"), [(7, "softmax", "num_experts"), (8, "tanh", "score")])
-def test_arguments_are_checked(experts: int, score: Score, message: str) -> None:
-    with opened(1, 2) as group, pytest.raises(ValueError, match=f"MoeMlp: {message}"):
-        MoeMlp(16, 24, experts, 2, group=group, score=score, rngs=nnx.Rngs(0))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_experts": 7}, "num_experts"),
+        ({"score": "tanh"}, "score"),
+        ({"fsdp": "ep"}, "fsdp must be another axis"),
+        ({"fsdp": "rows"}, "fsdp must be another axis"),
+        ({"shared_tokens": True}, r"options must be .*, got \['shared_tokens'\]"),
+        ({"capacity_facto": 2.0}, r"options must be .*, got \['capacity_facto'\]"),
+        ({"group": None}, "group"),
+    ],
+)
+def test_arguments_are_checked(given: dict[str, Any], message: str) -> None:
+    with opened(1, 2) as group, pytest.raises((ValueError, TypeError), match=f"MoeMlp: {message}"):
+        MoeMlp(16, 24, **{"num_experts": 8, "top_k": 2, "group": group, "rngs": nnx.Rngs(0)} | given)
+
+
+def test_activations_are_checked() -> None:
+    with opened(1, 2) as group:
+        layer = MoeMlp(16, 24, 8, 2, group=group, rngs=nnx.Rngs(0))
+        for shape in ((3, 4, 16), (4, 4, 8), (16,)):
+            with pytest.raises(ValueError, match=r"MoeMlp: x must .*, 16\] where B is a multiple of the 2"):
+                layer(jnp.zeros(shape))
 
 
 def spread(state: Any, example: ModuleType) -> dict[str, int]:

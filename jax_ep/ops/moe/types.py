@@ -207,7 +207,10 @@ class NodeRouting(Routing):
 
 
 class MoeStats(NamedTuple):
-    """What a layer counted. The `out_specs` of `jax.shard_map` are `P(axis_name)`: all experts, and one count per rank.
+    """What a layer counted.
+
+    On a mesh of one axis the `out_specs` of `jax.shard_map` are `P(axis_name)`: all experts, and one count per rank.
+    With more axes name all of them, or sum over the others first: `jax.lax.psum(stats.counts, "data")`.
 
     Attributes:
       counts: [E / R] int32. For each expert on this rank: how many assignments all ranks sent it, before drops.

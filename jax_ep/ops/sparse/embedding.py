@@ -116,8 +116,8 @@ def sharded_lookup(
 def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement = "ranges") -> jax.Array:
     """The rows that a lookup of all ranks' `ids` asks of each rank. The largest number is the least capacity.
 
-    Call it where `sharded_lookup` is called; it needs no table. It costs a sort of the ids, and a sum of R numbers over the
-    ranks.
+    Call it where `sharded_lookup` is called; it needs no table. It costs a sort of the ids, and a sum of R numbers
+    over the ranks.
 
     Args:
       ids, group, placement: as for `sharded_lookup`.
