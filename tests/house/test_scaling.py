@@ -103,7 +103,7 @@ def test_the_table_of_the_page_is_that_of_the_model() -> None:
     """docs/scaling.md: what `bench nodes --model` prints, rounded."""
     nodes = benchmark("nodes")
     page = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
-    kept = rows_of(page[page.index("| hosts |") : page.index("This is a model")])
+    kept = rows_of(page[page.index("| hosts |") : page.index("`NodeOptions(chunks=n)`")])
     anywhere, limited = (list(nodes.model_rows(nodes.V3.shape, 8, float8=False, top_nodes=n)) for n in (None, 4))
     for row, free, few in zip(kept, anywhere, limited, strict=True):
         assert row == {
