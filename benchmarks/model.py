@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jax_ep.__main__ import load
 
 from . import runner
 from .in_jit_loop import AXIS
+from .moe_cases import draw_ids
 from .plain_mixture import plain_mixture
 from .runner import Bench, Row, Run
 
@@ -141,12 +142,11 @@ def parts_of(call: Callable[[], Any], text: str) -> str:
     return ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts)
 
 
-def skewed_ids(count: int, top_k: int, experts: int) -> np.ndarray:
-    """Distinct experts [count, top_k] whose popularity is log-normal."""
+@cache
+def skewed_ids(tokens: int, top_k: int, experts: int) -> np.ndarray:
+    """Distinct experts of each token, whose popularity is log-normal."""
     rng = np.random.default_rng(SEED)
-    popularity = rng.permutation(np.exp(0.7 * rng.standard_normal(experts)))
-    arrivals = rng.standard_exponential((count, experts)) / popularity
-    return np.argpartition(arrivals, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
+    return draw_ids(rng, tokens, top_k, np.exp(0.7 * rng.standard_normal(experts)))
 
 
 def with_skew(moe_mlp: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,9 +106,14 @@ def make_ids(case: Case, ranks: int) -> np.ndarray:
         popularity = 1 / rng.permutation(np.arange(1, shape.experts + 1))
     else:
         popularity = (np.arange(shape.experts) < shape.experts // ranks).astype(float)
+    return draw_ids(rng, ranks * shape.tokens, shape.top_k, popularity)
+
+
+def draw_ids(rng: np.random.Generator, tokens: int, top_k: int, popularity: np.ndarray) -> np.ndarray:
+    """Distinct experts of each token [tokens, K], each as often as it is popular."""
     with np.errstate(divide="ignore"):
-        arrivals = rng.standard_exponential((ranks * shape.tokens, shape.experts)) / popularity
-    return np.argpartition(arrivals, shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
+        arrivals = rng.standard_exponential((tokens, len(popularity))) / popularity
+    return np.argpartition(arrivals, top_k - 1, axis=1)[:, :top_k].astype(np.int32)
 
 
 def load(ids: np.ndarray, experts: int, ranks: int) -> Load:
