@@ -5,6 +5,7 @@ import sys
 from typing import Literal
 
 import jax
+from jax.typing import DTypeLike
 
 
 def is_by_qwix(op: str, function: Literal["dot_general", "ragged_dot"], **arguments: object) -> bool:
@@ -33,3 +34,16 @@ def is_by_qwix(op: str, function: Literal["dot_general", "ragged_dot"], **argume
         if value not in (None, "auto", "xla"):
             raise ValueError(f"{op}: {name} must not be given where qwix quantizes products, got {value!r}: {ways_out}")
     return True
+
+
+def dot(
+    left: jax.Array, right: jax.Array, contracted: tuple[int, int] = (1, 0), dtype: DTypeLike | None = None
+) -> jax.Array:
+    """A product of two matrices, by the function that qwix replaces: `jnp.dot` and `jax.lax.dot` do not always call it.
+
+    Args:
+      contracted: an axis of each.
+      dtype: of the result; by default that of the operands.
+    """
+    axes = (((contracted[0],), (contracted[1],)), ((), ()))
+    return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)

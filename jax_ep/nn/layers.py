@@ -121,11 +121,6 @@ def moe_mlp(
         return out, stats
     first_biases, down_bias = product_biases(shared_experts)
     first = zip(shared_experts.first_matrices, first_biases, strict=True)
-    products = tuple(with_bias(_dot(tokens, matrix), bias) for matrix, bias in first)
+    products = tuple(with_bias(quantization.dot(tokens, matrix), bias) for matrix, bias in first)
     hidden = unit_of(op, shared_experts, "shared_experts")(products)
-    return out + with_bias(_dot(hidden, shared_experts.down), down_bias), stats
-
-
-def _dot(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    """The product, by the function that qwix replaces: `jnp.dot` and `jax.lax.dot` do not call it in every trace."""
-    return jax.lax.dot_general(rows, matrix, (((1,), (0,)), ((), ())))
+    return out + with_bias(quantization.dot(hidden, shared_experts.down), down_bias), stats

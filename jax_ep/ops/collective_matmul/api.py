@@ -168,7 +168,7 @@ def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: 
     """The op in plain jax.lax: `implementation="xla"`."""
     if op == "all_gather_matmul":
         lhs = jax.lax.all_gather(lhs, axis_name, tiled=True)
-    product = _dot(lhs, rhs, (1, 0), dtype)  # by the function that qwix replaces
+    product = quantization.dot(lhs, rhs, (1, 0), dtype)
     if op == "matmul_reduce_scatter":
         return jax.lax.psum_scatter(product, axis_name, tiled=True)
     return jax.lax.psum(product, axis_name) if op == "matmul_all_reduce" else product
@@ -188,15 +188,10 @@ def _backwards(config: MatmulConfig, lhs: jax.Array, *, reduce_scatter: bool = F
     return MatmulConfig(config.group, np.dtype(lhs.dtype), not config.transpose_rhs, reduce_scatter)
 
 
-def _dot(left: jax.Array, right: jax.Array, contracted: tuple[int, int], dtype: np.dtype) -> jax.Array:
-    axes = (((contracted[0],), (contracted[1],)), ((), ()))
-    return jax.lax.dot_general(left, right, axes, preferred_element_type=dtype)
-
-
 def _matrix_gradient(config: MatmulConfig, rows: jax.Array, cotangent: jax.Array, dtype: np.dtype) -> jax.Array:
     """The cotangent of rhs from rows [M, K] and cotangents [M, N]."""
     left, right = (cotangent, rows) if config.transpose_rhs else (rows, cotangent)
-    return _dot(left, right, (0, 0), dtype)
+    return quantization.dot(left, right, (0, 0), dtype)
 
 
 @_reduce.defjvp
@@ -219,7 +214,7 @@ def _reduce_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -
         d_lhs, cotangent = _gather_both(_backwards(config, lhs), cotangent.astype(lhs.dtype), rhs)
     else:
         cotangent = _of_every_rank(config, cotangent).astype(lhs.dtype)
-        d_lhs = _dot(cotangent, rhs, (1, 0 if config.transpose_rhs else 1), lhs.dtype)
+        d_lhs = quantization.dot(cotangent, rhs, (1, 0 if config.transpose_rhs else 1), lhs.dtype)
     return d_lhs, _matrix_gradient(config, lhs, cotangent, rhs.dtype)
 
 
@@ -258,7 +253,7 @@ def _gather_both_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> t
 def _gather_on(config: MatmulConfig, residuals: _Pair, tangents: _Pair) -> _Pair:
     (gathered, rhs), (d_lhs, d_rhs) = residuals, tangents
     moved, d_gathered = _gather_both(config, d_lhs, rhs)
-    return moved + _dot(gathered, d_rhs, (1, 1 if config.transpose_rhs else 0), config.dtype), d_gathered
+    return moved + quantization.dot(gathered, d_rhs, (1, 1 if config.transpose_rhs else 0), config.dtype), d_gathered
 
 
 def _gather_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -> _Pair:
