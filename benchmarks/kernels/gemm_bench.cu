@@ -1,14 +1,15 @@
 // The GEMM core without JAX.
 //
 //   cmake -S tests -B build && cmake --build build --target gemm_bench
-//   build/gemm_bench check | time | sweep | rows | gathers
+//   build/gemm_bench check | time | sweep | rows | gathers | decoding
 //
 // check: 16-bit products of small shapes against a plain kernel, simple ones first, with the largest error of each.
 // The others print TFLOP/s, and those of cuBLAS where it is found ($CUBLAS names the library). time: the planned tiles;
 // sweep: seven tiles of fixed height; rows: groups of rows by tiles of fixed height and by swapped operands; gathers:
-// rows by index beside contiguous ones.
+// rows by index beside contiguous ones; decoding: a few tokens, beside the bytes of their experts.
 //
 // -DJAX_EP_GEMM_DEBUG: a wait that never ends reports and traps.
+#include <memory>
 #include <string>
 
 #include "gemm_bench.h"
@@ -189,8 +190,8 @@ void time_rows() {
 }
 
 // The experts' tokens, one expert after the other, as a router draws them: `top` experts a token.
-std::vector<int> routed(int tokens, int top, int experts, std::vector<int>* sizes) {
-  std::mt19937 random(3);
+std::vector<int> routed(int tokens, int top, int experts, std::vector<int>* sizes, int seed = 3) {
+  std::mt19937 random(seed);
   std::vector<std::vector<int>> of(experts);
   std::vector<int> all(experts);
   std::iota(all.begin(), all.end(), 0);
@@ -255,6 +256,40 @@ void time_gathers() {
   }
 }
 
+// The products of a layer that decodes. Groups change from launch to launch, so that weights come from HBM.
+void time_decoding() {
+  constexpr int kHidden = 2048, kInner = 768, kExperts = 128, kTop = 8, kDraws = 6;
+  for (const int tokens : {1, 8, 32, 128}) {
+    std::vector<std::unique_ptr<Buffers>> gathered, gated, down;
+    double bytes = 0;  // of a weight of the chosen experts
+    for (int draw = 0; draw < kDraws; ++draw) {
+      std::vector<int> sizes;
+      const std::vector<int> routing = routed(tokens, kTop, kExperts, &sizes, draw);
+      const int rows = routing.size();
+      for (const int size : sizes) bytes += size > 0 ? 2.0 * kHidden * kInner / kDraws : 0;
+      Case up = by_rows(rows, kInner, kHidden, sizes);
+      up.formula = Formula::gated;
+      gated.push_back(std::make_unique<Buffers>(up, false));
+      up.gathered = Gathered::lhs, up.indices = routing, up.source_rows = tokens;
+      gathered.push_back(std::make_unique<Buffers>(up, false));
+      down.push_back(std::make_unique<Buffers>(by_rows(rows, kHidden, kInner, sizes), false));
+    }
+    const auto all = [](const auto& each) {
+      return [&each] {
+        for (const auto& one : each) one->run(one->config());
+      };
+    };
+    const auto times = milliseconds_in_turns(20, 3, 0, {all(gathered), all(gated), all(down)});
+    const char* names[] = {"gathered, gated", "gated", "down"};
+    for (int i = 0; i < 3; ++i) {
+      const double us = times[i] * 1e3 / kDraws;
+      std::printf("%4d tokens, %-15s %7.1f us, %5.2f TB/s\n", tokens, names[i], us,
+                  bytes * (i == 2 ? 1 : 2) / us / 1e6);
+      std::fflush(stdout);
+    }
+  }
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -263,5 +298,6 @@ int main(int count, char** words) {
   if (what == "time" || what == "sweep") time_all(what == "sweep");
   if (what == "rows") time_rows();
   if (what == "gathers") time_gathers();
+  if (what == "decoding") time_decoding();
   return wrong_cases() ? 1 : 0;
 }
