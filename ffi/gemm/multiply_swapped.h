@@ -44,9 +44,7 @@ struct SwappedMainloop {
     if (threadIdx.x == 0) open_queue(shared.queue, kConsumerWarps + 1);
   }
   JAX_EP_FN static void close() { sync_cluster(); }  // the other CTA may still arrive at this one's barriers
-  JAX_EP_FN static TakenTiles tiles(SwappedMemory& shared, const Problem& problem, Part) {
-    return TakenTiles(shared.queue, problem, Source::kColumns, kSplitsRows);
-  }
+  JAX_EP_FN static TakenTiles tiles(SwappedMemory& shared, const Problem&, Part) { return TakenTiles(shared.queue); }
   JAX_EP_FN static TileTaker taker(SwappedMemory& shared, const Source& source, const Problem& problem) {
     return TileTaker(shared.queue, problem, Source::kColumns, kSplitsRows, source.product.counter);
   }

@@ -43,7 +43,9 @@ int swapped_cost(const Shape& shape, int sms) {
 
 Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
-  return {kMaxRows, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true};
+  // With so few rows every tile takes the time that its weights take to load.
+  const bool is_static = shape.m <= shape.groups * kRowStep;
+  return {kMaxRows, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true, is_static};
 }
 
 Config plan_width(const Shape& shape, int sms, int block_n) {
@@ -82,7 +84,7 @@ Config plan_fixed(const Shape& shape, int sms) {
 std::string Config::describe() const {
   if (swap_ab)
     return "tiles of 128 columns and up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
-           std::to_string(ctas) + " CTAs";
+           std::to_string(ctas) + " CTAs" + (is_static ? ", in a fixed order" : "");
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(ctas) +
          " CTAs" + (split_k ? ", two a tile" : "");
 }

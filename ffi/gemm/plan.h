@@ -21,7 +21,8 @@ struct Config {
   int band;     // see Problem
   int ctas;     // an even number
   bool split_k;
-  bool swap_ab = false;  // tiles have no more rows than they need (multiply_swapped.h)
+  bool swap_ab = false;    // tiles have no more rows than they need (multiply_swapped.h)
+  bool is_static = false;  // if swap_ab: every cluster knows its tiles, and there is no queue (tile_queue.h)
 
   std::string describe() const;
 };

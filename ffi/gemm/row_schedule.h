@@ -4,6 +4,7 @@
 // group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
 #pragma once
 
+#include "comm/platform.h"
 #include "gemm/problem.h"
 
 namespace jax_ep::gemm {
@@ -14,57 +15,73 @@ constexpr int kMaxGathered = kMaxRows / 2;  // where CTAs of a cluster split the
 constexpr int kTileColumns = 128;           // of one matrix of weights; a gated product has 64 of each
 
 // What a CTA computes in one step: out[row.., col..]. The rows before `row_end` belong to the group.
-struct RowTile {
+struct alignas(16) RowTile {
   int group;
   int row, row_end;
   int rows;  // to multiply: a multiple of kRowStep
   int col;   // may lie past the last column
-  static constexpr int k_begin = 0;
   int k_end;
+  static constexpr int k_begin = 0;
 };
 
-// Finds tile pairs by number. The pairs of a group have successive numbers. Every warp that works on tiles has its own
-// RowTiles.
+// Finds tile pairs by number. The pairs of a group have successive numbers. Each lane of a warp holds one of successive
+// groups, so a warp passes over as many empty groups at once as it has lanes.
 class RowTiles {
  public:
   // Tiles have `tile_columns` columns. The tiles of a pair are side by side, or, if `split`, one above the other.
-  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns, bool split)
-      : problem_(problem), tile_columns_(tile_columns), split_(split) {
+  JAX_EP_FN RowTiles(const Problem& problem, int tile_columns, bool split, const Coop& coop)
+      : problem_(problem), tile_columns_(tile_columns), split_(split), coop_(coop) {
     columns_ = ceil_div(problem.n, tile_columns * (split ? 1 : kCluster));
-    open_group(0);
+    open(0);
   }
 
-  // Finds the tile of one CTA in a pair. False after the last pair. `pair` must not fall from call to call.
+  // Finds the tile of one CTA in a pair. False after the last pair. `pair` must not fall from call to call. All lanes
+  // call with the same pair; each may ask for another CTA's tile.
   JAX_EP_FN bool find(int pair, int cta_in_cluster, RowTile* tile) {
-    while (pair - first_ >= tiles_ * columns_) {
-      if (group_ == problem_.groups) return false;
-      first_ += tiles_ * columns_;
-      open_group(group_ + 1);
+    uint64_t holders;
+    while (!(holders = coop_.ballot(pair < held_.first + tiles_of(held_) * columns_))) {
+      if (group_ + Coop::lanes > problem_.groups) return false;
+      open(group_ + Coop::lanes);
     }
-    *tile = locate(pair - first_, cta_in_cluster);
+    const int holder = lowest_bit(holders);
+    *tile = locate(coop_.from_lane(held_, holder), group_ + holder, pair, cta_in_cluster);
     return true;
   }
 
  private:
+  struct Group {
+    int first;  // tile pair
+    int row, row_end;
+  };
+
+  JAX_EP_FN static int steps_of(const Group& x) { return ceil_div(x.row_end - x.row, kRowStep); }
+  JAX_EP_FN static int tiles_of(const Group& x) { return ceil_div(steps_of(x), kMaxRows / kRowStep); }
+
   // The rows after the last group count as one more group, without a contraction. Sizes are limited to the rows left.
-  JAX_EP_FN void open_group(int group) {
+  JAX_EP_FN void open(int group) {
+    const int mine = group + coop_.lane, left = problem_.m - next_row_;
+    int size = mine < problem_.groups ? smaller(larger(problem_.group_sizes[mine], 0), left) : 0, total;
+    if (mine == problem_.groups) size = left;
+    const uint32_t before = static_cast<uint32_t>(coop_.exclusive_scan(size, &total)), most = left;
+    const int row = before < most ? before : most;
     group_ = group;
-    row_ = row_end_;
-    const int left = problem_.m - row_;
-    row_end_ += group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
-    steps_ = ceil_div(row_end_ - row_, kRowStep);
-    tiles_ = ceil_div(steps_, kMaxRows / kRowStep);
+    held_.row = next_row_ + row;
+    held_.row_end = held_.row + smaller(size, left - row);
+    next_row_ = coop_.from_lane(held_.row_end, Coop::lanes - 1);
+    held_.first = next_first_ + coop_.exclusive_scan(tiles_of(held_) * columns_, &total);
+    next_first_ += total;
   }
 
   // Walks down the tiles of a band, column by column. If tiles cannot be equal, the first have one step more.
-  JAX_EP_FN RowTile locate(int i, int cta_in_cluster) const {
+  JAX_EP_FN RowTile locate(const Group& x, int group, int pair, int cta_in_cluster) const {
+    const int steps_in_all = steps_of(x), tiles = tiles_of(x), i = pair - x.first;
     const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
-    const int first = band * problem_.band, count = smaller(problem_.band, tiles_ - first);
-    const int tile = first + inside % count, each = steps_ / tiles_, more = steps_ % tiles_;
+    const int first = band * problem_.band, count = smaller(problem_.band, tiles - first);
+    const int tile = first + inside % count, each = steps_in_all / tiles, more = steps_in_all % tiles;
     RowTile result;
-    result.group = group_;
-    result.row = row_ + (tile * each + smaller(tile, more)) * kRowStep;
-    result.row_end = row_end_;
+    result.group = group;
+    result.row = x.row + (tile * each + smaller(tile, more)) * kRowStep;
+    result.row_end = x.row_end;
     const int steps = each + (tile < more), upper = (steps + 1) / 2, column = inside / count;
     if (split_) {
       result.row += cta_in_cluster * upper * kRowStep;
@@ -74,17 +91,18 @@ class RowTiles {
       result.rows = steps * kRowStep;
       result.col = (column * kCluster + cta_in_cluster) * tile_columns_;
     }
-    result.k_end = group_ < problem_.groups ? problem_.k : 0;
+    result.k_end = group < problem_.groups ? problem_.k : 0;
     return result;
   }
 
   const Problem& problem_;
   int tile_columns_;
   bool split_;
-  int columns_;                    // of tile pairs
-  int first_ = 0;                  // tile pair of the open group
-  int group_, row_, row_end_ = 0;  // of the open group
-  int steps_, tiles_;              // of its rows
+  Coop coop_;
+  int columns_;                        // of tile pairs
+  int group_;                          // of the first lane
+  Group held_{};                       // of this lane
+  int next_row_ = 0, next_first_ = 0;  // behind the last lane's group
 };
 
 }  // namespace jax_ep::gemm

@@ -1,5 +1,5 @@
-// Which tile pairs a cluster takes if tiles differ in height (multiply_swapped.h): the cluster that is done first takes
-// the next pair.
+// Which tile pairs a cluster takes if tiles differ in height (multiply_swapped.h). The cluster that is done first takes
+// the next pair, unless all tiles take as long.
 #pragma once
 
 #include "gemm/pipeline.h"
@@ -7,12 +7,13 @@
 
 namespace jax_ep::gemm {
 
-// Tile pairs that a cluster has taken and that not all of its warps have begun.
+// The tiles of a CTA that its cluster has taken and that not all warps of the cluster have begun.
 struct TileQueue {
   static constexpr int kAhead = 2;
+  RowTile tiles[kAhead];  // with group kNoTile after the last
   uint64_t full[kAhead], empty[kAhead];
-  uint32_t pair[kAhead];
 };
+constexpr int kNoTile = -1;
 
 // One thread calls, before any other uses the queue. `warps`: how many warps of each CTA work on tiles.
 JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
@@ -22,29 +23,47 @@ JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
   }
 }
 
-// One warp of a cluster takes tile pairs off `counter`, for all warps of both CTAs.
+// One warp of a cluster takes tile pairs for all warps of both CTAs, and tells each CTA its tile. The first pair has
+// the number of the cluster. The next ones come off `counter`, which begins at 0. Without a counter their numbers are
+// known: each is the last one plus the number of clusters.
 class TileTaker {
  public:
   JAX_EP_FN TileTaker(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
-      : queue_(queue), tiles_(problem, tile_columns, split), counter_(counter), lane_(threadIdx.x % 32) {}
+      : queue_(queue),
+        lane_(threadIdx.x % 32),
+        tiles_(problem, tile_columns, split, coop_of(lane_)),
+        counter_(counter) {}
 
   // Waits until all warps have begun the pair before the last, then takes the next pair. False after the last pair.
   JAX_EP_FN bool take() {
     if (!more_) return false;
     wait_barrier(&queue_.empty[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
-    const int pair = uniform(lane_ == 0 ? atomicAdd(counter_, 1) : 0);
-    RowTile tile;
-    more_ = tiles_.find(pair, 0, &tile);
-    if (lane_ < kCluster) send_word(&queue_.pair[at_.stage], lane_, pair, &queue_.full[at_.stage]);
+    pair_ = next_pair();
+    RowTile tile{};
+    more_ = tiles_.find(pair_, lane_ % kCluster, &tile);
+    if (!more_) tile.group = kNoTile;
+    if (lane_ < kCluster) send_value(&queue_.tiles[at_.stage], lane_, tile, &queue_.full[at_.stage]);
     at_.advance();
     return more_;
   }
 
  private:
+  JAX_EP_FN static Coop coop_of(int lane) {
+    Coop warp{};
+    warp.lane = lane;
+    return warp;
+  }
+  JAX_EP_FN int next_pair() const {
+    const int cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+    if (pair_ < 0) return cluster;
+    return clusters + (counter_ ? uniform(lane_ == 0 ? atomicAdd(counter_, 1) : 0) : pair_);
+  }
+
   TileQueue& queue_;
+  int lane_;
   RowTiles tiles_;
   uint32_t* counter_;
-  int lane_;
+  int pair_ = -1;  // the last one taken
   bool more_ = true;
   PipelineState<TileQueue::kAhead> at_;
 };
@@ -52,22 +71,19 @@ class TileTaker {
 // The tiles of a CTA, as each of its warps takes them from the queue. next() returns false after the last.
 class TakenTiles {
  public:
-  JAX_EP_FN TakenTiles(TileQueue& queue, const Problem& problem, int tile_columns, bool split)
-      : queue_(queue), tiles_(problem, tile_columns, split) {}
+  JAX_EP_FN explicit TakenTiles(TileQueue& queue) : queue_(queue) {}
 
   JAX_EP_FN bool next(RowTile* tile) {
     wait_for_data(&queue_.full[at_.stage], at_.parity);
-    const int pair = queue_.pair[at_.stage];
+    *tile = queue_.tiles[at_.stage];
     __syncwarp();
-    if (lane_ == 0) arrive_at_peer(&queue_.empty[at_.stage], 0);
+    if (threadIdx.x % 32 == 0) arrive_at_peer(&queue_.empty[at_.stage], 0);
     at_.advance();
-    return tiles_.find(pair, cta_in_cluster_, tile);
+    return tile->group != kNoTile;
   }
 
  private:
   TileQueue& queue_;
-  RowTiles tiles_;
-  int cta_in_cluster_ = blockIdx.x % kCluster, lane_ = threadIdx.x % 32;
   PipelineState<TileQueue::kAhead> at_;
 };
 

@@ -91,7 +91,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int 
   const auto ranges = ranges_of(sizes, problem.m);
   std::vector<int> seen(size_t(problem.m) * problem.n);
   for (int rank = 0; rank < kCluster; ++rank) {
-    RowTiles tiles(problem, columns, split);
+    RowTiles tiles(problem, columns, split, jax_ep::Coop());
     RowTile tile{};
     for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
       const Range range = ranges[tile.group];
@@ -111,7 +111,7 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int 
 
 // Numbers of pairs may be left out: each CTA finds what it takes.
 void check_any_pairs(const Problem& problem, std::mt19937& random) {
-  RowTiles all(problem, kTileColumns, false), some(problem, kTileColumns, false);
+  RowTiles all(problem, kTileColumns, false, jax_ep::Coop()), some(problem, kTileColumns, false, jax_ep::Coop());
   RowTile one{}, other{};
   int next = 0;
   for (int pair = 0; all.find(pair, 1, &one); ++pair) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 
 #include "comm/platform/ptx/mbarrier.h"
 
@@ -65,13 +66,20 @@ JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
       : "memory");
 }
 
-// Stores a word at `to` in CTA `peer`, and completes a phase of `barrier` there, which counts one arrival.
-JAX_EP_FN void send_word(uint32_t* to, int peer, uint32_t value, uint64_t* barrier) {
+// Stores a value of 32 bytes at `to` in CTA `peer`, and completes a phase of `barrier` there, which counts one arrival.
+template <class Value>
+JAX_EP_FN void send_value(Value* to, int peer, const Value& value, uint64_t* barrier) {
+  static_assert(sizeof(Value) == 32 && alignof(Value) == 16);
+  uint32_t x[8];
+  memcpy(x, &value, sizeof(value));
   asm volatile(
-      "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 bar, %3, %1; "
-      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [bar], 4; "
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [there], %2, [bar]; }" ::"r"(ptx::shared_address(to)),
-      "r"(peer), "r"(value), "r"(ptx::shared_address(barrier))
+      "{ .reg .b32 there, bar; mapa.shared::cluster.u32 there, %0, %1; mapa.shared::cluster.u32 bar, %2, %1; "
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [bar], 32; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%3, %4, %5, %6}, [bar]; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there + 16], {%7, %8, %9, %10}, [bar]; }" ::"r"(
+          ptx::shared_address(to)),
+      "r"(peer), "r"(ptx::shared_address(barrier)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(x[4]), "r"(x[5]),
+      "r"(x[6]), "r"(x[7])
       : "memory");
 }
 

@@ -79,7 +79,9 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
   Problem problem{x.grouping, product.m,     product.n,  x.is_float8() ? x.k / 2 : x.k,
                   x.groups,   x.group_sizes, config.band};
   problem.split_k = config.split_k;
-  cudaError_t error = config.swap_ab ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
+  const bool has_queue = config.swap_ab && !config.is_static;
+  if (!has_queue) product.counter = nullptr;
+  cudaError_t error = has_queue ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
   if (error == cudaSuccess) error = start(*variant, config.ctas, stream, maps, problem, product);
   const auto said = describe_error(error);
   return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
