@@ -58,7 +58,7 @@ JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<in
 // How many stages a tile's operands fill. TMA pads the last stage of each term with zeros.
 template <class Source, class Tile>
 JAX_EP_FN int stages_of(const Tile& tile) {
-  return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), kBlockK);
+  return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), Source::stage_k(tile));
 }
 
 // A producer warp: fills the stages of all tiles of a CTA.
@@ -71,7 +71,7 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
   for (typename Mainloop::Tile tile; tiles.next(&tile);) {
     const auto opened = source.open(problem, tile, hooks);
     for (int term = 0; term < Mainloop::Source::kTerms; ++term)
-      for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
+      for (int k = tile.k_begin; k < tile.k_end; k += source.stage_k(tile), at.advance()) {
         wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage");
         source.load(shared.stages[at.stage], problem, tile, opened, term, k, cta_in_cluster, &shared.full[at.stage]);
       }

@@ -38,22 +38,24 @@ JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, i
                                      b + step * kDescriptorStep<kMnB>, !is_first);
 }
 
-// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kSlabs. Returns the stage that wgmma
-// may still read, or -1.
-template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, class Memory, int kAll,
-          int kCount>
+// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kSlabs. A stage has kBlocks of both
+// operands, one behind the other. Returns the stage that wgmma may still read, or -1.
+template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, int kBlocks = 1,
+          class Memory, int kAll, int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
                               PipelineState<Memory::kStages>& at, int first_slice, int lane) {
   int running = -1;
-  for (int k = begin; k < end; k += kBlockK, at.advance()) {
+  constexpr int kStepsOfBlock = kBlockK / kMultiplyK, kBlock = (kSlicesOfA + 1) * kSliceBytes >> 4;
+  for (int k = begin; k < end; k += kBlocks * kBlockK, at.advance()) {
     const char* const stage = shared.stages[at.stage];
     wait_barrier(&shared.full[at.stage], at.parity, "a full stage");
     const uint64_t a = descriptor_of<kMnA>(stage + first_slice * kSliceBytes);
     const uint64_t b = descriptor_of<kMnB>(stage + kSlicesOfA * kSliceBytes);
     begin_multiplies();
 #pragma unroll
-    for (int step = 0; step < kBlockK / kMultiplyK; ++step)
-      multiply_step<In, kWidth, kSlabs, kMnA, kMnB>(d, a, b, step, k == begin && step == 0);
+    for (int i = 0; i < kBlocks * kStepsOfBlock; ++i)
+      multiply_step<In, kWidth, kSlabs, kMnA, kMnB>(d, a + i / kStepsOfBlock * kBlock, b + i / kStepsOfBlock * kBlock,
+                                                    i % kStepsOfBlock, k == begin && i == 0);
     commit_multiplies();
     wait_multiplies<1>();
     if (running >= 0) consumer_release(&shared.empty[running], lane);

@@ -26,6 +26,7 @@ struct WideSource {
   Weights weights;
 
   JAX_EP_FN WideSource(const Maps& maps, const GroupedMatmul& product) : product(product), weights{maps, product} {}
+  JAX_EP_FN static int stage_k(const RowTile&) { return kBlockK; }
 
   template <class Hooks>
   JAX_EP_FN int open(const Problem& problem, const RowTile& tile, const Hooks&) const {
@@ -50,6 +51,7 @@ struct RightSource {
   Rhs rhs;
 
   JAX_EP_FN RightSource(const Maps& maps, const GroupedMatmul& product) : product(product), rhs(maps, product) {}
+  JAX_EP_FN static int stage_k(const Tile&) { return kBlockK; }
 
   template <class Hooks>
   JAX_EP_FN int open(const Problem& problem, const Tile& tile, const Hooks&) const {

@@ -22,7 +22,8 @@ JAX_EP_FN int multiply_swapped(float (&d)[kSlabs][kMax / 2], SwappedMemory& shar
   } else {
     if (rows > kRows)
       return multiply_swapped<In, kRows + kRowStep, kMax, kMn>(d, shared, rows, k_end, at, warpgroup, lane);
-    return multiply_stages<In, kRows, kSlabs, kMn, false, kSlabs * kConsumerWarps / kWarpgroup>(
+    constexpr int kBlocks = kSlabs == 1 ? stage_k_of(kRows) / kBlockK : 1;
+    return multiply_stages<In, kRows, kSlabs, kMn, false, kSlabs * kConsumerWarps / kWarpgroup, kBlocks>(
         d, shared, 0, k_end, at, warpgroup * kSlabs, lane);
   }
 }
@@ -61,7 +62,7 @@ struct SwappedMainloop {
 
   JAX_EP_FN static void accumulate(Accumulators& d, SwappedMemory& shared, const Source&, const Problem&,
                                    const Tile& tile, PipelineState<SwappedMemory::kStages>& at, int warp, int lane) {
-    const int k_end = stages_of<Source>(tile) * kBlockK;
+    const int k_end = stages_of<Source>(tile) * Source::stage_k(tile);
     if (k_end == 0) {
       set_zero(d);
       return;

@@ -1,10 +1,11 @@
 // Where the operands of a tile come from: what the producer warp puts into a stage.
 //
 // A source has
-//   kTerms   the number of pairs of operands whose products add up
-//   open()   says what of a tile there is to load
-//   load()   all lanes of the warp call it when a stage is empty
-// A stage holds kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand.
+//   kTerms     the number of pairs of operands whose products add up
+//   stage_k()  how much of a tile's contraction a stage holds: one block of kBlockK, or several
+//   open()     says what of a tile there is to load
+//   load()     all lanes of the warp call it when a stage is empty
+// A block has kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand.
 // Main loops with swapped operands also want Weights, weights and product (multiply_swapped.h), those of float8 want
 // kGathers and product (multiply_float8.h), and those that gather want a gathering source (kIsGatheringSource in
 // gather.h). multiply_gathered.h has the sources of gathered rows.
@@ -109,6 +110,7 @@ struct TileSource {
   const CUtensorMap& lhs;
   Rhs rhs;
 
+  JAX_EP_FN static int stage_k(const Tile&) { return kBlockK; }
   JAX_EP_FN TileSource(const CUtensorMap& lhs, const CUtensorMap& rhs) : lhs(lhs), rhs(rhs) {}
   JAX_EP_FN TileSource(const Maps& maps, const GroupedMatmul& product) : lhs(maps.lhs), rhs(maps, product) {}
 
@@ -177,13 +179,18 @@ struct SwappedGateAndUp {
   }
 };
 
+// How much of the contraction a stage holds, if operands are swapped. Tiles of few rows leave room for a second block,
+// so that twice as many bytes of weights are under way.
+JAX_EP_CONSTANT_FN int stage_k_of(int rows) { return rows <= kSlice ? 2 * kBlockK : kBlockK; }
+
 // Tiles with swapped operands (multiply_swapped.h). The CTAs of a cluster have the same rows, and each loads half for
 // both. If the weights are wide, the CTAs have the same weights and each has its own rows.
 template <class WeightsOf>
 struct SwappedSource {
   using Weights = WeightsOf;
+  static_assert(!Weights::kWide, "no product of contiguous rows has wide weights");
   static constexpr int kTerms = Weights::kTerms, kColumns = Weights::kColumns;
-  static constexpr int kRows = Weights::kWide ? kMaxGathered : kMaxRows;
+  static constexpr int kBlockBytes = (Weights::kSlices + 1) * kSliceBytes;  // of a tile of few rows
   struct Opened {
     int weights, rows;  // slices with anything in them
   };
@@ -195,6 +202,7 @@ struct SwappedSource {
   JAX_EP_FN SwappedSource(const Maps& maps, const GroupedMatmul& product)
       : maps(maps), product(product), weights{maps, product} {}
 
+  JAX_EP_FN static int stage_k(const RowTile& tile) { return stage_k_of(tile.rows); }
   template <class Hooks>
   JAX_EP_FN Opened open(const Problem& problem, const RowTile& tile, const Hooks&) const {
     return {weights.slices(problem, tile), ceil_div(tile.rows, kSlice)};
@@ -202,11 +210,14 @@ struct SwappedSource {
   JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, const Opened& opened, int term,
                       int k, int cta_in_cluster, uint64_t* full) const {
     if (!elect_lane()) return;
-    ptx::arrive_expecting(full, (opened.weights + opened.rows) * kSliceBytes);
-    weights.load(stage, tile, term, k, opened.weights, cta_in_cluster, full);
-    load_slices<false, kRows / kSlice>(stage + Weights::kSlices * kSliceBytes, term == 0 ? maps.lhs : maps.second_lhs,
-                                       tile.row, k, 0, opened.rows,
-                                       /*once=*/false, /*shared=*/!Weights::kWide, cta_in_cluster, full);
+    const int end = k + stage_k(tile);
+    ptx::arrive_expecting(full, (opened.weights + opened.rows) * (end - k) / kBlockK * kSliceBytes);
+    for (; k < end; k += kBlockK, stage += kBlockBytes) {
+      weights.load(stage, tile, term, k, opened.weights, cta_in_cluster, full);
+      load_slices<false, kMaxRows / kSlice>(stage + Weights::kSlices * kSliceBytes,
+                                            term == 0 ? maps.lhs : maps.second_lhs, tile.row, k, 0, opened.rows,
+                                            /*once=*/false, /*shared=*/true, cta_in_cluster, full);
+    }
   }
 };
 
