@@ -149,7 +149,7 @@ def test_pallas_lowers_for_gpus_inside_shard_map(sharded: bool) -> None:
 
     def body(ids: jax.Array, values: jax.Array) -> jax.Array:
         found = xla.match(config, "ep", ids, ids[:2] * 0)
-        return pallas.reduce(config, "ep", values, *found, interpret=False)
+        return pallas.reduce(config, "ep", values, *found, jnp.float32(1), interpret=False)
 
     with jax.sharding.use_abstract_mesh(H200):
         specs: Any = {"in_specs": P("ep"), "out_specs": P("ep") if sharded else P()}

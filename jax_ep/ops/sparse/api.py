@@ -5,7 +5,7 @@ hold a row, its owner, receives the parts of the others and writes their sum int
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,19 @@ def sparse_all_reduce(
         method = choose_method(rows.num_rows, group.size, entries, row_values * rows.values.dtype.itemsize)
     inside = by == "kernels" and group.intranode is None  # by kernels of one node alone
     union, entries = _union(group, config, rows, "bitmap" if inside and method == "bitmap" else "match")
-    if by == "xla":
-        values = xla.reduce(config, group.axis_name, rows.values, union)
+
+    def or_nan(x: jax.Array) -> jax.Array:
+        if config.drop or inside:  # kernels report an overflow
+            return x
+        return nan_on_overflow(name, union.needed(config), config.capacity, x, group._keep_error)
+
+    if by == "pallas":  # where a pass over the sums would take nearly as long as adding them
+        assert entries is not None
+        values = _reduce(group, config, rows.values, union, (entries, or_nan(jnp.float32(config.scale))))
+    elif by == "xla":
+        values = or_nan(xla.reduce(config, group.axis_name, rows.values, union))
     else:
-        values = _reduce(group, config, rows.values, union, entries, by)
-    if not config.drop and not inside:  # kernels report it
-        values = nan_on_overflow(name, union.needed(config), config.capacity, values, group._keep_error)
+        values = or_nan(_reduce(group, config, rows.values, union))
     values = agreement.leave(values)
     needed = union.needed(config)[jax.lax.axis_index(group.axis_name) if sharded else 0]
     return SparseRows(
@@ -151,24 +158,30 @@ def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method)
 
 
 def _reduce(
-    group: Group, config: SparseConfig, values: jax.Array, union: Union, entries: xla.Sorted | None, by: Implementation
+    group: Group,
+    config: SparseConfig,
+    values: jax.Array,
+    union: Union,
+    by_pallas: tuple[xla.Sorted, jax.Array] | None = None,
 ) -> jax.Array:
-    def forward(residuals: tuple[Union, xla.Sorted | None], values: jax.Array) -> jax.Array:
-        union, entries = residuals
-        if by == "pallas":
-            assert entries is not None
+    """By our kernels, or by Pallas with these entries and scale."""
+    name = group.axis_name
+
+    def forward(residuals: tuple[Union, Any], values: jax.Array) -> jax.Array:
+        union, by_pallas = residuals
+        if by_pallas is not None:
             interpret = group.platform == "cpu"
-            return pallas.reduce(config, group.axis_name, values, union, entries, interpret=interpret)
+            return pallas.reduce(config, name, values, union, *by_pallas, interpret=interpret)
         if group.intranode is not None:
             return nodes.reduce(group, config, values, union)
         return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
 
-    def back(residuals: tuple[Union, xla.Sorted | None], cotangent: jax.Array) -> jax.Array:
+    def back(residuals: tuple[Union, Any], cotangent: jax.Array) -> jax.Array:
         return _back(group, config, residuals[0], cotangent)
 
-    if by == "kernels":
-        (_, union), entries = vary.vary_alike(group.axis_name, values, union), None
-    return linear(forward, back, (union, entries), values)
+    if by_pallas is None:
+        _, union = vary.vary_alike(name, values, union)
+    return linear(forward, back, (union, by_pallas), values)
 
 
 def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:

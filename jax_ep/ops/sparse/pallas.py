@@ -14,9 +14,17 @@ from jax_ep.ops.sparse.xla import Sorted
 
 
 def reduce(
-    config: SparseConfig, axis_name: AxisName, values: jax.Array, union: Union, entries: Sorted, *, interpret: bool
+    config: SparseConfig,
+    axis_name: AxisName,
+    values: jax.Array,
+    union: Union,
+    entries: Sorted,
+    scale: jax.Array,
+    *,
+    interpret: bool,
 ) -> jax.Array:
-    """Adds up rows [N, D] of every rank in the places of the union: [capacity, D]. Other places are zero."""
+    """Adds up rows [N, D] of every rank in the places of the union, times a scale []: [capacity, D]. Other places are
+    zero."""
     rows = jax.lax.all_gather(values, axis_name, tiled=True, to="invarying")
     # A segment has the entries of one rank for one row, and a group the segments of a row.
     rank = entries.order // values.shape[0]
@@ -31,8 +39,9 @@ def reduce(
     place = jnp.minimum(begin + jnp.arange(config.capacity + 1, dtype=jnp.int32), end)
     first = entries.starts[place]
     groups = jnp.where(first > 0, begun[first - 1], 0)
-    scale = jnp.full_like(place, config.scale, jnp.float32, shape=config.capacity)
+    scale = jnp.full(config.capacity, scale)
     if config.by_count:
-        scale = 1 / jnp.maximum(jnp.diff(first), 1).astype(jnp.float32)
-    options = {"order": entries.order, "groups": groups, "scale": None if config.op == "sum" else scale}
-    return pallas_kernels.sum_segments(rows, starts, **options, interpret=interpret)
+        scale = scale / jnp.maximum(jnp.diff(first), 1).astype(jnp.float32)
+    return pallas_kernels.sum_segments(
+        rows, starts, order=entries.order, groups=groups, scale=scale, interpret=interpret
+    )
