@@ -185,11 +185,19 @@ def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> t
     out = run_dispatch(call.dispatch, *operands[:3])
     rows, routing = out.rows, out.routing
     if isinstance(out, Unexpanded):
-        rows = GatheredRows(rows, out.indices)
+        gathered = GatheredRows(rows, out.indices)
+        rows = gathered if keep_products else rows_to_multiply(gathered, out.group_sizes)
     residuals = Residuals(rows, out.group_sizes, routing, (), operands.experts, operands.parameters)
     answers, products = answers_of(call, residuals, operands.tokens.dtype, keep_products=keep_products)
     combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
     return combined, residuals._replace(products=products)
+
+
+def rows_to_multiply(rows: GatheredRows, sizes: jax.Array) -> Rows:
+    """The rows; or, if there are few, a copy. Products of few rows wait for their weights, and a kernel that gathers
+    has room for fewer of these: the gated product of 256 rows and 128 experts of Qwen3-30B takes 194 us on an H200, and
+    168 us after a copy."""
+    return dense_rows(rows) if rows.indices.size <= 16 * sizes.size else rows
 
 
 def answers_of(

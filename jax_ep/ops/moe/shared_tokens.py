@@ -18,6 +18,7 @@ from jax_ep.ops.moe.experts import (
     answers_of,
     experts_of_tokens,
     plain_answers,
+    rows_to_multiply,
     stats_of,
 )
 from jax_ep.ops.moe.path import always_fits
@@ -47,7 +48,7 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     mine = jnp.where((mine >= 0) & (mine < local), mine, -1)  # without a division XLA fuses it into what reads it
     alone = dataclasses.replace(config, size=1, num_experts=local, wire=None)
     _, sizes, routing, indices = dispatch_in_place(alone, tokens, mine, weights)
-    rows = GatheredRows(tokens, indices)
+    rows = rows_to_multiply(GatheredRows(tokens, indices), sizes)
     gathers = call.dispatch.by_kernels and not (call.in_float8 or call.weigh_inputs or call.product)
     if gathers:
         rows, sizes, experts = vary.vary_alike(None, rows, sizes, experts)
