@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_ep import Group
+from jax_ep import Group, MoeStats
 from jax_ep.__main__ import load as load_module
 
 FIXTURE = Path(__file__).parents[1] / "models" / "qwen3_moe"
@@ -59,6 +59,45 @@ def test_micro_batches_are_one_batch(group: Group, rng: np.random.Generator) -> 
     whole, cut = after_a_step(tokens[None]), after_a_step(tokens.reshape(2, group.size, -1))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, cut)
     np.testing.assert_allclose(whole[1].load.sum(axis=-1), 1, rtol=1e-6)
+
+
+def dense_mixture(tokens: Any, ids: Any, weights: Any, experts: Any, *, group: Group, **_: Any) -> Any:
+    """As `jax_ep.moe_mlp`: each rank has all experts, which compute all tokens in float32."""
+    every = jax.tree.map(lambda x: jax.lax.all_gather(x, group.axis_name, tiled=True).astype(np.float32), experts)
+    gate, up = (jnp.einsum("th,ehf->tef", tokens.astype(np.float32), x) for x in (every.gate, every.up))
+    answers = jnp.einsum("tef,efh->teh", jax.nn.silu(gate) * up, every.down)
+    by_expert = jnp.zeros(answers.shape[:2], np.float32).at[jnp.arange(len(ids))[:, None], ids].add(weights)
+    nothing = jnp.zeros_like(ids, shape=1)
+    load = jnp.zeros_like(ids, shape=experts.down.shape[0])
+    return jnp.einsum("teh,te->th", answers, by_expert).astype(tokens.dtype), MoeStats(load, nothing, nothing)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("native")
+def test_losses_of_200_steps(group: Group, rng: np.random.Generator) -> None:
+    """In bfloat16 they stay within 1 % of those of dense experts in float32, on text of a chain of 4 successors."""
+    optax = pytest.importorskip("optax")
+    config, optimizer = qwen3_moe.Config.from_json(FIXTURE), optax.adamw(3e-4, b2=0.95)
+    successors, steps, length = rng.integers(config.vocab_size, size=(config.vocab_size, 4)), 200, 64
+    tokens = np.zeros((steps, 1, 8 * group.size, length + 1), np.int32)
+    for i in range(length):
+        drawn = rng.integers(4, size=tokens.shape[:-1])
+        tokens[..., i + 1] = successors[tokens[..., i], drawn]
+
+    def losses_of(run: Any) -> np.ndarray:
+        state = training.first_state(jax.random.key(0), config, optimizer, run)
+        step, found = training.make_train_step(config, optimizer, run, state, balance=0), []
+        for batch in tokens:
+            state, metrics = step(state, batch)
+            found.append(float(metrics.loss))
+        return np.array(found)
+
+    ours = losses_of(layers.Run(group, dtype=jnp.bfloat16))
+    dense = losses_of(layers.Run(group, dtype=jnp.float32, moe_mlp=dense_mixture))
+    print("every 20th loss:", *(f"{x:.4f} ({y:.4f})" for x, y in zip(ours[::20], dense[::20], strict=True)))
+    print(f"the last: {ours[-1]:.4f} ({dense[-1]:.4f}); largest difference {np.abs(ours / dense - 1).max():.2%}")
+    assert dense[-1] < 0.8 * dense[0]
+    np.testing.assert_allclose(ours, dense, rtol=0.01)
 
 
 @pytest.mark.usefixtures("native")
