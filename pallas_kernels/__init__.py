@@ -1,5 +1,6 @@
 """Pallas kernels: arrays in, arrays out; no runtime, no globals."""
 
+from jax_ep.pallas_kernels.counting_sort import counting_sort as counting_sort
 from jax_ep.pallas_kernels.grouped_matmul import (
     ZERO_ROW as ZERO_ROW,
     grouped_matmul as grouped_matmul,

@@ -18,7 +18,7 @@ from jax_ep import Experts, Group, SparseRows, coalesce, embedding, moe_mlp, spa
 from jax_ep._kit import gemm
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.lax import ragged_dot
-from jax_ep.pallas_kernels import Cut, SumTiling, places_in_sorted, runs_of_sorted, sum_segments
+from jax_ep.pallas_kernels import Cut, SumTiling, counting_sort, places_in_sorted, runs_of_sorted, sum_segments
 
 PART = 32
 LENGTHS = (5, 0, 70, 33, 32, 31, 1, 100, 0, 64)
@@ -190,6 +190,34 @@ def test_places_in_sorted(size: int, dtype: Any, of: Any, rng: np.random.Generat
     assert found.dtype == np.int32
     for own, places in zip(union, found, strict=True):
         np.testing.assert_array_equal(places, np.searchsorted(own.astype(np.int64), ids))
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 1), (8, 128), (64, 3), (300, 100), (2048, 7)])
+def test_counting_sort(size: int, groups: int, rng: np.random.Generator) -> None:
+    """With ids outside, in a batch."""
+    ids = rng.integers(-1, groups + 2, (2, size), dtype=np.int32)
+    found = jax.jit(jax.vmap(partial(counting_sort, groups=groups, interpret=INTERPRET)))(ids)
+    for own, place, order, sizes in zip(ids, *found, strict=True):
+        inside = (own >= 0) & (own < groups)
+        expected = np.argsort(np.where(inside, own, groups), kind="stable")
+        np.testing.assert_array_equal(order, np.where(inside[expected], expected, -1))
+        np.testing.assert_array_equal(place[inside], np.argsort(expected)[inside])
+        assert (place[~inside] == -1).all()
+        np.testing.assert_array_equal(sizes, np.bincount(own[inside], minlength=groups))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "ids", "groups"),
+    [
+        (ValueError, r"ids must have shape \[N\], got \(4, 1\)", np.zeros((4, 1), np.int32), 3),
+        (TypeError, "ids must be of dtype int32, int64, got float32", np.zeros(4, np.float32), 3),
+        (ValueError, "ids must have 1 to 2048 elements, got 2049", np.zeros(2049, np.int32), 3),
+        (ValueError, r"groups must be in \[1, 2\*\*31 - 64\), got 0", np.zeros(4, np.int32), 0),
+    ],
+)
+def test_wrong_sorts_are_named(error: type[Exception], match: str, ids: Any, groups: int) -> None:
+    with pytest.raises(error, match=f"counting_sort: {match}"):
+        counting_sort(ids, groups)
 
 
 @pytest.mark.parametrize(
