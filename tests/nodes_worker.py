@@ -116,6 +116,11 @@ def gradient(group: Group, x: jax.Array) -> jax.Array:
     return jax.grad(lambda x: jnp.sum(both(x, ids, None)[1] ** 2))(x)
 
 
+def needed(group: Group, x: jax.Array) -> jax.Array:
+    ids = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return jax_ep.embedding.rows_needed(ids, num_rows=mismatch_cases.ROWS, group=group)
+
+
 multiplied = partial(mismatch_cases.multiplied, implementation="xla")
 # On a rank, with so many tokens or entries, and what an error says of it.
 CALLS: dict[str, tuple[Callable[[Group, jax.Array], jax.Array], int, str]] = {
@@ -125,6 +130,8 @@ CALLS: dict[str, tuple[Callable[[Group, jax.Array], jax.Array], int, str]] = {
     "product": (multiplied, TOKENS, "matmul_all_reduce lhs="),
     "sparse": (mismatch_cases.reduced, 8, f"sparse_all_reduce entries=8 columns={HIDDEN} .* capacity=50 "),
     "more entries": (mismatch_cases.reduced, 9, f"sparse_all_reduce entries=9 columns={HIDDEN} .* capacity=50 "),
+    "rows needed": (needed, 8, "rows_needed entries=8 "),
+    "rows needed by more": (needed, 9, "rows_needed entries=9 "),
     "gradient": (gradient, TOKENS, "gradient of combine "),
     "twice": (twice, TOKENS, "dispatch "),
 }
@@ -133,6 +140,7 @@ MISMATCHES = [
     ("product", "dispatch"),
     ("dispatch", "sparse"),
     ("sparse", "more entries"),
+    ("rows needed", "rows needed by more"),
     ("gradient", "twice"),
 ]
 

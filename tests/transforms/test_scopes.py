@@ -45,7 +45,8 @@ def _sparse(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
 
 
 def _lookup(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-    return embedding.sharded_lookup(x, ids[:, 0], **given)
+    needed = embedding.rows_needed(ids, 16, group=given["group"])
+    return embedding.sharded_lookup(x, ids[:, 0], **given) + needed[0].astype(x.dtype)
 
 
 # The names in the forward pass, and in the backward pass by kernels; some transposes are other ops.
@@ -56,7 +57,11 @@ OPS: dict[str, tuple[Callable[..., jax.Array], set[str], set[str]]] = {
         {"moe_mlp", "scatter", "ragged_dot", "combine"},
     ),
     "dispatch, combine": (_round_trip, {"dispatch", "combine"}, {"dispatch", "combine", "scatter"}),
-    "sharded_lookup": (_lookup, {"sharded_lookup", "dispatch", "combine"}, {"sharded_lookup", "scatter"}),
+    "sharded_lookup": (
+        _lookup,
+        {"sharded_lookup", "rows_needed", "dispatch", "combine"},
+        {"sharded_lookup", "scatter"},
+    ),
     **{
         name: (body, {name}, {name})
         for name, body in {

@@ -22,6 +22,7 @@ from jax_ep.ops.moe.types import Dispatched
 from jax_ep.ops.sparse.bags import with_shared_rows
 from jax_ep.ops.sparse.placement import Placement, Shards
 from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
+from jax_ep.runtime.agreement import Agreement
 
 T = TypeVar("T")  # a pytree
 Value = TypeVar("Value", covariant=True)  # what a loss returns
@@ -113,6 +114,7 @@ def sharded_lookup(
     return entries.rows_of_ids(_read(table, entries.places))
 
 
+@op_scope("rows_needed")
 def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement = "ranges") -> jax.Array:
     """The rows that a lookup of all ranks' `ids` asks of each rank. The largest number is the least capacity.
 
@@ -128,14 +130,16 @@ def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement 
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the function is traced.
+      JaxEpError: as for `dispatch`.
     """
     op = "rows_needed"
     check_group(op, group)
     checks.check_int(op, "num_rows", num_rows)
-    shards = _shards(op, group, -(-num_rows // group.size), placement)
-    owner = _asked(_flat(op, ids), shards)[0]
+    shards, flat = _shards(op, group, -(-num_rows // group.size), placement), _flat(op, ids)
+    agreement = Agreement(group._participants, op, entries=flat.size, **shards._asdict())
+    owner = _asked(agreement.enter(flat), shards)[0]
     asked = jnp.sum(owner[:, None] == jnp.arange(group.size, dtype=jnp.int32), axis=0, dtype=jnp.int32)
-    return jax.lax.psum(asked, group.axis_name)
+    return agreement.leave(jax.lax.psum(asked, group.axis_name))
 
 
 def _flat(op: str, ids: Tree) -> jax.Array:
