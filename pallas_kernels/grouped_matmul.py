@@ -55,10 +55,15 @@ def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -
     return Tiling(min(128, _power_of_two(rows)), min(256, _power_of_two(columns)), depth, 8, 4)
 
 
-def within(shared_bytes: int, tiling: Tiling, products: int, dtype: Any) -> Tiling:
-    """The tiling in two stages, as flat as it must be for the operands of both to fit the shared memory."""
+def within(op: str, shared_bytes: int, tiling: Tiling, products: int, dtype: Any) -> Tiling:
+    """The tiling in two stages, as flat as it must be for the operands of both to fit the shared memory.
+
+    Raises ValueError if even steps of depth 16 do not fit.
+    """
     tiling = tiling._replace(stages=2)
-    while 2 * step_bytes(tiling, products, dtype) > shared_bytes:
+    while (needed := 2 * step_bytes(tiling, products, dtype)) > shared_bytes:
+        if tiling.depth == 16:
+            raise ValueError(f"{op}: shared_bytes must be at least {needed}, got {shared_bytes}; or pass tiling=")
         tiling = tiling._replace(depth=tiling.depth // 2)
     return tiling
 
@@ -129,7 +134,7 @@ def grouped_matmul(
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
     if tiling is None:
         tiling = row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype)
-        tiling = tiling if shared_bytes is None else within(shared_bytes, tiling, len(rhs), lhs.dtype)
+        tiling = tiling if shared_bytes is None else within(op, shared_bytes, tiling, len(rhs), lhs.dtype)
     gathers = [] if indices is None else [indices]
     lhs, *rest = vary_alike(lhs, *rhs, *gathers, *_tiles(group_sizes, rows, tiling.rows))
     tiles = rest[-1].shape[0]
@@ -177,7 +182,7 @@ def grouped_outer(
     total = lists[0].shape[0] if lists else total
     if tiling is None:
         tiling = outer_tiling(rows, columns, total, groups, lhs.dtype)
-        tiling = tiling if shared_bytes is None else within(shared_bytes, tiling, 1, lhs.dtype)
+        tiling = tiling if shared_bytes is None else within(op, shared_bytes, tiling, 1, lhs.dtype)
     ends = _ends(group_sizes, total)
     lhs, *rest = vary_alike(lhs, rhs, *lists, jnp.append(0, ends[:-1]), ends)
     body = partial(

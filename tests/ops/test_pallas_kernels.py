@@ -132,7 +132,7 @@ def test_tiles_fit_the_shared_memory_of_amd_gpus(of: str, dtype: np.dtype, monke
     for rows in (100, 1000, 10_000):
         cut = row_tiling(rows, 512, 512, groups, products, dtype)
         cut = outer_tiling(512, 512, rows, groups, dtype) if of == "outer" else cut
-        assert 2 * step_bytes(within(2**16, cut, products, dtype), products, dtype) <= 2**16
+        assert 2 * step_bytes(within("outer", 2**16, cut, products, dtype), products, dtype) <= 2**16
     monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cuda", "rocm"))
     monkeypatch.setattr(gemm, "has_gemm", lambda: False)  # this host's GPUs may have it
     shapes = ((10_000, 512), dtype), ((groups, 512, 512), dtype), ((groups,), np.int32)
@@ -226,6 +226,7 @@ def test_arrays_of_more_than_2_31_values(rng: np.random.Generator) -> None:
         (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
         ("rhs must be two matrices with a unit, otherwise one, got 1", {"unit": jnp.multiply}),
         ("keep_products must be false where unit is None, got True", {"keep_products": True}),
+        ("shared_bytes must be at least 4096, got 4095", {"shared_bytes": 4095}),
     ],
 )
 def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:
