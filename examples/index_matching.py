@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from jax_ep.pallas_kernels import places_in_sorted
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
 
 SEED, RANKS, TABLE_ROWS = 0, 4, 5_000_000
 AT_ONCE = 64  # ids
@@ -83,8 +83,16 @@ def tiles(union: jax.Array, ids: jax.Array, *, interpret: bool, ordered: bool = 
         _, found, _ = jax.lax.while_loop(is_left, compare, (begin, jnp.zeros(TILE, jnp.int32), jnp.int32(-1)))
         triton.store(places.at[jnp.where(at < ids.size, at, ids.size)], found, mask=at < ids.size)
 
-    grid, result = (pl.cdiv(ids.size, TILE),), jax.ShapeDtypeStruct(ids.shape, np.int32)
-    return call_kernel(body, "compare_tiles", grid, (union, ids), [result], compiler_params(4), interpret)[0]
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct(ids.shape, np.int32),
+        grid=(pl.cdiv(ids.size, TILE),),
+        in_specs=[anywhere, anywhere],
+        out_specs=anywhere,
+        compiler_params=triton.CompilerParams(num_warps=4),
+        interpret=interpret,
+    )(union, ids)
 
 
 class Rung(NamedTuple):
