@@ -1,42 +1,40 @@
 """Collectives for mixture-of-experts and sparse models in JAX, at the speed of the interconnect."""
 
-from jax_ep import embedding as embedding, float8 as float8, lax as lax, nn as nn
-from jax_ep._kit.checks import Implementation as Implementation, OnOverflow as OnOverflow
+from jax_ep import embedding, float8, lax, nn
+from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep.errors import (
-    CapacityError as CapacityError,
-    GroupClosedError as GroupClosedError,
-    InvalidRoutingError as InvalidRoutingError,
-    JaxEpError as JaxEpError,
-    MismatchError as MismatchError,
-    PeerLostError as PeerLostError,
-    PeerTimeoutError as PeerTimeoutError,
-    PlatformError as PlatformError,
+    CapacityError,
+    GroupClosedError,
+    InvalidRoutingError,
+    JaxEpError,
+    MismatchError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlatformError,
 )
-from jax_ep.group import Group as Group
-from jax_ep.nn.layers import moe_mlp as moe_mlp
-from jax_ep.node_options import NodeOptions as NodeOptions
-from jax_ep.ops.collective_matmul.api import (
-    all_gather_matmul as all_gather_matmul,
-    matmul_all_reduce as matmul_all_reduce,
-    matmul_reduce_scatter as matmul_reduce_scatter,
-)
-from jax_ep.ops.matmul.gated import ClampedSwiglu as ClampedSwiglu
-from jax_ep.ops.moe.api import combine as combine, dispatch as dispatch
-from jax_ep.ops.moe.types import (
-    Dispatched as Dispatched,
-    MoeStats as MoeStats,
-    Routing as Routing,
-    Unexpanded as Unexpanded,
-)
-from jax_ep.ops.moe.units import Experts as Experts, Gated as Gated
-from jax_ep.ops.sparse.api import sparse_all_reduce as sparse_all_reduce
-from jax_ep.ops.sparse.coalesce import coalesce as coalesce
-from jax_ep.ops.sparse.types import SparseRows as SparseRows
-from jax_ep.profiling import profile as profile
-from jax_ep.version import __version__ as __version__
+from jax_ep.group import Group
+from jax_ep.nn.layers import moe_mlp
+from jax_ep.node_options import NodeOptions
+from jax_ep.ops.collective_matmul.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jax_ep.ops.matmul.gated import ClampedSwiglu
+from jax_ep.ops.moe.api import combine, dispatch
+from jax_ep.ops.moe.types import Dispatched, MoeStats, Routing, Unexpanded
+from jax_ep.ops.moe.units import Experts, Gated
+from jax_ep.ops.sparse.api import sparse_all_reduce
+from jax_ep.ops.sparse.coalesce import coalesce
+from jax_ep.ops.sparse.types import SparseRows
+from jax_ep.profiling import profile
+from jax_ep.version import __version__
+
+__all__ = [
+    "CapacityError", "ClampedSwiglu", "Dispatched", "Experts", "Gated", "Group", "GroupClosedError",
+    "Implementation", "InvalidRoutingError", "JaxEpError", "MismatchError", "MoeStats", "NodeOptions", "OnOverflow",
+    "PeerLostError", "PeerTimeoutError", "PlatformError", "Routing", "SparseRows", "Unexpanded", "__version__",
+    "all_gather_matmul", "coalesce", "combine", "dispatch", "embedding", "float8", "lax", "matmul_all_reduce",
+    "matmul_reduce_scatter", "moe_mlp", "nn", "profile", "sparse_all_reduce",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
     """Public names alone, without the modules that define them."""
-    names = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, type(nn))]
-    return [*names, "embedding", "float8", "lax", "nn", "__version__"]
+    return __all__

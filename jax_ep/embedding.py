@@ -10,29 +10,15 @@ Donate tables and states to the jitted step, or carry them through `jax.lax.scan
 rate may be traced, so an optimizer may be made inside the step, with the rate of that step.
 """
 
-from jax_ep.ops.sparse.arithmetic import (
-    add as add,
-    clip_by_global_norm as clip_by_global_norm,
-    global_norm as global_norm,
-    scale as scale,
-)
-from jax_ep.ops.sparse.bags import bag as bag
-from jax_ep.ops.sparse.embedding import (
-    lookup as lookup,
-    rows_needed as rows_needed,
-    sharded_lookup as sharded_lookup,
-    sparse_value_and_grad as sparse_value_and_grad,
-    stacked_ids as stacked_ids,
-)
-from jax_ep.ops.sparse.optimizers import (
-    RowOptimizer as RowOptimizer,
-    apply_updates as apply_updates,
-    by_rows as by_rows,
-    rowwise_adagrad as rowwise_adagrad,
-)
-from jax_ep.ops.sparse.placement import (
-    Placement as Placement,
-    shard_table as shard_table,
-    unshard_table as unshard_table,
-)
-from jax_ep.ops.sparse.types import Scalar as Scalar, Tree as Tree
+from jax_ep.ops.sparse.arithmetic import add, clip_by_global_norm, global_norm, scale
+from jax_ep.ops.sparse.bags import bag
+from jax_ep.ops.sparse.embedding import lookup, rows_needed, sharded_lookup, sparse_value_and_grad, stacked_ids
+from jax_ep.ops.sparse.optimizers import RowOptimizer, apply_updates, by_rows, rowwise_adagrad
+from jax_ep.ops.sparse.placement import Placement, shard_table, unshard_table
+from jax_ep.ops.sparse.types import Scalar, Tree
+
+__all__ = [
+    "Placement", "RowOptimizer", "Scalar", "Tree", "add", "apply_updates", "bag", "by_rows", "clip_by_global_norm",
+    "global_norm", "lookup", "rows_needed", "rowwise_adagrad", "scale", "shard_table", "sharded_lookup",
+    "sparse_value_and_grad", "stacked_ids", "unshard_table",
+]  # fmt: skip

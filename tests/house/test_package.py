@@ -3,6 +3,7 @@ caller has set for JAX and XLA does not reach the tests (environment.py)."""
 
 import importlib.metadata
 import inspect
+import pydoc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -113,6 +114,14 @@ def test_dir_shows_public_names_alone() -> None:
     modules = {name for name in dir(jax_ep) if inspect.ismodule(getattr(jax_ep, name))}
     assert modules == {"embedding", "float8", "lax", "nn"}
     assert {"Group", "dispatch", "moe_mlp", "OnOverflow", "__version__"} <= set(dir(jax_ep))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_lists_the_public_names(module: ModuleType) -> None:
+    """pydoc leaves out what a module imports, unless `__all__` names it."""
+    text = pydoc.plain(pydoc.render_doc(module))
+    for name in {name for name in vars(module) if name[0] != "_" and not inspect.ismodule(getattr(module, name))}:
+        assert re.search(rf"^ +(class )?{name}\b", text, re.MULTILINE), name
 
 
 def options(module: ModuleType) -> Iterator[tuple[str, str, Any]]:
