@@ -175,13 +175,13 @@ def test_gradients_have_the_same_bits_each_time(rng: helpers.Rng) -> None:
 
 
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("batched", [(0, 0, 0), (0, 0, 0, 0), (None, None, None, 0), (0, None, None, None)], ids=str)
-def test_vmap(batched: tuple[int | None, ...], rng: helpers.Rng) -> None:
-    case, count = Case(30, 16, 24, (10, 5, 12), of=7 if len(batched) > 3 else 0), 3
+@pytest.mark.parametrize("batched", [(None, None, None, 0), (0, None, None, None)], ids=str)
+def test_vmap_of_one_operand(batched: tuple[int | None, ...], rng: helpers.Rng) -> None:
+    case, count = Case(30, 16, 24, (10, 5, 12), of=7), 3
     drawn = [draw(rng, case, BFLOAT16) for _ in range(count)]
     operands = [np.stack(x) if b == 0 else x[0] for x, b in zip(zip(*drawn, strict=True), batched, strict=False)]
 
-    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: Any = None) -> jax.Array:
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> jax.Array:
         return ragged_dot(lhs, rhs, sizes, lhs_indices=indices)
 
     out = jax.jit(jax.vmap(product, in_axes=batched))(*operands)
