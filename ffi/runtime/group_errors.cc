@@ -289,7 +289,7 @@ GroupError Group::describe(const RankReport& reported) const {
       return mismatch(line, report, report.rank, report.peer);
     case Failure::capacity:
       std::snprintf(text, sizeof(text),
-                    ": rank %d needs %lld rows but capacity is %lld; pass a larger capacity= or on_overflow='drop'",
+                    ": rank %d needs %lld rows but capacity is %lld; raise the capacity or pass on_overflow='drop'",
                     report.rank, seen, expected);
       return {ErrorKind::capacity, called_op(line, report) + text};
     case Failure::invalid:

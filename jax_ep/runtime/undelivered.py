@@ -43,7 +43,7 @@ def capacity_error(op: str, rank: int | None, needed: int, capacity: int) -> Cap
     """
     who = "the result" if rank is None else f"rank {rank}"
     return CapacityError(
-        f"{op}: {who} needs {needed} rows but capacity is {capacity}; pass a larger capacity= or on_overflow='drop'"
+        f"{op}: {who} needs {needed} rows but capacity is {capacity}; raise the capacity or pass on_overflow='drop'"
     )
 
 

@@ -137,9 +137,10 @@ def many_tokens() -> dict[str, Any]:
     [
         (lambda: dict.fromkeys(("capacity", "alignment"), 2**29), BEYOND),
         (lambda: {"capacity": 12, "alignment": 8}, "capacity must be a multiple of alignment 8, got 12"),
-        (many_tokens, r"the default capacity must be below .*, got \d+; pass capacity="),
+        (many_tokens, r"the default capacity must be below .*, got \d+; pass capacity= or capacity_factor="),
+        (lambda: many_tokens() | {"capacity_factor": 2.0}, "the capacity by capacity_factor must be below"),
     ],
-    ids=["alignment beyond 32 bits", "no multiple", "default capacity beyond 32 bits"],
+    ids=["alignment beyond 32 bits", "no multiple", "default capacity beyond 32 bits", "factor beyond 32 bits"],
 )
 def test_capacities_that_cannot_be(changes: Callable[[], Any], match: str, group: Group) -> None:
     with pytest.raises(ValueError, match=f"^dispatch: {match}"):

@@ -235,7 +235,7 @@ def test_an_overflow(op: str) -> None:
         rows = OVERFLOWING[op](rows_of(values), capacity=1, **options)
         return rows.values, rows.dropped[None]
 
-    message = f"{op}: the result needs 2 rows but capacity is 1; pass a larger capacity= or on_overflow='drop'"
+    message = f"{op}: the result needs 2 rows but capacity is 1; raise the capacity or pass on_overflow='drop'"
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(jax.jit(run)(VALUES))
     kept, dropped = jax.jit(lambda values: run(values, on_overflow="drop"))(VALUES)

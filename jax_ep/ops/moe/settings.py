@@ -151,8 +151,9 @@ def validated(
     even = -(-sources * num_tokens * top_k // group.size)
     rows = _capacity_in_rows(op, capacity, capacity_factor, even, alignment, max_rows)
     if group.size * rows >= 2**31:
-        is_default = capacity is None and capacity_factor is None
-        given, way_out = ("the default capacity", "; pass capacity=") if is_default else ("capacity", "")
+        given, way_out = "capacity" if capacity_factor is None else "the capacity by capacity_factor", ""
+        if capacity is None and capacity_factor is None:
+            given, way_out = "the default capacity", "; pass capacity= or capacity_factor="
         raise ValueError(f"{op}: {given} must be below 2**31 / {group.size} rows, got {rows}{way_out}")
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
