@@ -12,7 +12,7 @@ from helpers import Rng
 from nodes_cases import over
 
 from jax_ep import Group, Implementation, NodeOptions, SparseRows, dispatch, sparse_all_reduce
-from jax_ep.ops.moe import kernels, path
+from jax_ep.ops.moe import settings
 
 SIZE, EXPERTS = 2, 4
 
@@ -65,8 +65,7 @@ def test_nothing(shape: Shape, options: dict[str, Any], implementation: Implemen
 def test_nothing_on_one_gpu(shape: Shape, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
     """What a group of one GPU does, on the CPU: nothing is exchanged."""
     monkeypatch.setattr("test_edges.SIZE", 1)
-    for module in (path, kernels):
-        monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: True)
+    monkeypatch.setattr(settings, "is_alone_on_gpu", lambda group: True)
     test_nothing(shape, options, "kernels", rng)
 
 

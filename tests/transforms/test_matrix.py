@@ -22,7 +22,7 @@ from matrix_forms import DISPATCH, LAYER, Form, Function, Operands
 from matrix_ops import LOCAL, RAGGED
 
 from jax_ep import CapacityError, Group
-from jax_ep.ops.moe import kernels, path
+from jax_ep.ops.moe import settings
 
 STEPS, BATCH = 2, 2
 SPREAD = "spread vmap"
@@ -345,8 +345,7 @@ def test_numbers(op: str, name: str, transformation: str, rng: helpers.Rng, monk
 def test_in_place(op: str, name: str, transformation: str, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of a group of one GPU, whose rows stay where they are, on the CPU."""
     monkeypatch.setattr(helpers, "largest_size", lambda: 1)
-    for module in (path, kernels):
-        monkeypatch.setattr(module, "is_alone_on_gpu", lambda group: group.size == 1)
+    monkeypatch.setattr(settings, "is_alone_on_gpu", lambda group: group.size == 1)
     test_numbers(op, name, transformation, rng, monkeypatch)
 
 

@@ -19,7 +19,6 @@ from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
-from jax_ep.ops.moe.path import always_fits, path_of, unexpanded
 from jax_ep.ops.moe.routing import dispatch_in_place
 from jax_ep.ops.moe.settings import (
     DispatchCall,
@@ -157,7 +156,7 @@ def dispatch(
     )
     if same_on_all_ranks(group, tokens, expert_ids):
         note_same_tokens(logging.INFO, op, group.size, "sends all of them")
-    out = run_dispatch(call if expand else unexpanded(call, tokens.shape[0]), *operands)
+    out = run_dispatch(call if expand else call.unexpanded(tokens.shape[0]), *operands)
     if expand or isinstance(out, Unexpanded):
         return out
     [indices] = vary.vary_alike(group.axis_name, jnp.arange(call.config.capacity, dtype=jnp.int32))
@@ -201,7 +200,7 @@ def run_dispatch(
 ) -> Dispatched | Unexpanded:
     """The validated call: `Unexpanded` where `call.config.expand` is false."""
     group, config, num_tokens = call.group, call.config, tokens.shape[0]
-    path = path_of(call, expert_ids.size)
+    path = call.path(expert_ids.size)
     if path == "in place":
         return dispatch_in_place(config, tokens, expert_ids, weights)
     if path == "kernels":
@@ -223,7 +222,7 @@ def run_dispatch(
         out = internode_dispatch(call, tokens, expert_ids, weights)
     else:
         out, needed = xla_dispatch(tokens, expert_ids, weights, axis_name=group.axis_name, config=config)
-        if not always_fits(config, group.size * expert_ids.size):
+        if not config.always_fits(group.size * expert_ids.size):
             out = out._replace(rows=nan_on_overflow(call.op, needed, config.capacity, out.rows, group._keep_error))
     return checkpoint_name(agreement.leave(out), DISPATCHED)
 

@@ -39,7 +39,6 @@ from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
 from jax_ep.ops.moe import gradients
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
-from jax_ep.ops.moe.path import unexpanded
 from jax_ep.ops.moe.quotas import expert_of_rows
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import COMBINED, MoeStats, Routing, Unexpanded
@@ -93,7 +92,7 @@ def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array,
     zeroed = _zeroes_unused(call)
     # With several ranks, products lose more by gathering than an exchange by expanding (docs/negative-results.md).
     if dispatch.group.size == 1 and not (zeroed or call.in_float8):
-        dispatch = unexpanded(dispatch, tokens.shape[0])
+        dispatch = dispatch.unexpanded(tokens.shape[0])
     config = dataclasses.replace(
         dispatch.config,
         wire="float8_rows" if call.in_float8 else dispatch.config.wire,

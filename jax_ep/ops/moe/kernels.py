@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep.group import Group
-from jax_ep.ops.moe.path import is_alone_on_gpu
+from jax_ep.ops.moe import settings
 from jax_ep.ops.moe.routing import add_rows_of_tokens
 from jax_ep.ops.moe.settings import DispatchConfig
 from jax_ep.ops.moe.types import Dispatched, Routing, Unexpanded
@@ -68,14 +68,14 @@ def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Arr
 
 
 def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    if is_alone_on_gpu(group):
+    if settings.is_alone_on_gpu(group):
         return _combine_locally(expert_outputs, routing, weights)
     return _combine(group, expert_outputs, routing, weights=weights)["combined"]
 
 
 def ffi_return_rows(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
-    if is_alone_on_gpu(group):
+    if settings.is_alone_on_gpu(group):
         return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
     called = _combine(group, rows, routing, scalars=scalars)
     return called["combined"], called["returned"]

@@ -1,4 +1,5 @@
 """The settings of a dispatch: one frozen record, which is checked and built here once, from the arguments of a user.
+And the call with them, which knows its path.
 
 The FFI call takes the record, processes compare it to check that they make the same call, and the routing keeps it.
 Each library compares its names with the spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op
@@ -21,6 +22,8 @@ from jax_ep.group import Group
 
 LOGGER = logging.getLogger("jax_ep")
 Wire = Literal["float8", "float8_rows"]
+# "nodes": XLA between nodes, kernels or XLA inside. "xla": jax.lax alone. "in place": nothing moves; rows are tokens.
+Path = Literal["nodes", "xla", "in place", "kernels"]
 
 
 class Options(TypedDict, total=False):
@@ -58,6 +61,10 @@ class DispatchConfig:
     @property
     def local_experts(self) -> int:
         return self.num_experts // self.size
+
+    def always_fits(self, assignments: int) -> bool:
+        """Whether no ids can overflow the capacity of one rank, even if a token names an expert twice."""
+        return self.drop or self.capacity >= worst_case_capacity(1, assignments, 1, self.num_experts, self.alignment)
 
     def settings(self) -> dict[str, Any]:
         return ffi.settings(self) | {"wire": self.wire or "plain"}
@@ -101,6 +108,28 @@ class DispatchCall(NamedTuple):
     def inside(self) -> DispatchConfig:
         experts = self.config.num_experts // self.group.nodes
         return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
+
+    def path(self, assignments: int) -> Path:
+        """Who runs it."""
+        if self.group.intranode is not None:
+            return "nodes"
+        if not self.by_kernels:
+            return "xla"
+        config = self.config
+        moves = config.expand or config.wire is not None or not is_alone_on_gpu(self.group)
+        # If ids may overflow the capacity, the kernel runs, because it reports the overflow.
+        return "kernels" if moves or not config.always_fits(assignments) else "in place"
+
+    def unexpanded(self, num_tokens: int) -> "DispatchCall":
+        """With expand=False, or as it is if that would take more memory, or the group has several nodes."""
+        slots = self.group.size * num_tokens
+        expand = self.group.intranode is not None or not 0 < slots < self.config.capacity
+        return self._replace(config=dataclasses.replace(self.config, expand=expand))
+
+
+def is_alone_on_gpu(group: Group) -> bool:
+    """Whether there is nobody to exchange with. On CPUs the protocol always runs."""
+    return group.size == 1 and group.platform != "cpu"
 
 
 def validated(

@@ -21,7 +21,6 @@ from jax_ep.ops.moe.experts import (
     rows_to_multiply,
     stats_of,
 )
-from jax_ep.ops.moe.path import always_fits
 from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid, dispatch_in_place
 from jax_ep.ops.moe.types import MoeStats
 from jax_ep.runtime.agreement import Agreement
@@ -59,7 +58,7 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     nothing = jnp.zeros((num_tokens, answers.shape[1]), jnp.float32)
     own = add_rows_of_tokens(nothing, answers, weighed_routing.row_of[0], weighed_routing.weights[0])
     total = agreement.leave(jax.lax.psum(own, group.axis_name)).astype(tokens.dtype)
-    if not always_fits(alone, num_tokens * top_k):
+    if not alone.always_fits(num_tokens * top_k):
         rows_here = jnp.where(jnp.arange(group.size, dtype=jnp.int32) == rank, routing.counts.sum(dtype=jnp.int32), 0)
         needed = jax.lax.psum(rows_here, group.axis_name)
         total = nan_on_overflow("moe_mlp", needed, config.capacity, total, group._keep_error)
