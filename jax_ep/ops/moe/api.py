@@ -17,7 +17,7 @@ from jax_ep._kit.checks import Implementation, OnOverflow
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
-from jax_ep.ops.moe.gradients import intranode_combine, intranode_dispatch
+from jax_ep.ops.moe.kernels import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
 from jax_ep.ops.moe.routing import dispatch_in_place
 from jax_ep.ops.moe.settings import (

@@ -36,9 +36,9 @@ from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multi
 from jax_ep.ops.matmul.gated import ACTIVATIONS
 from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
 from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
-from jax_ep.ops.moe import gradients
+from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.api import run_combine, run_dispatch
-from jax_ep.ops.moe.gradients import inner_products, of_assignments, weighed
+from jax_ep.ops.moe.kernels import inner_products, of_assignments, weighed
 from jax_ep.ops.moe.quotas import expert_of_rows
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import COMBINED, MoeStats, Routing, Unexpanded
@@ -188,7 +188,7 @@ def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> t
         rows = gathered if keep_products else rows_to_multiply(gathered, out.group_sizes)
     residuals = Residuals(rows, out.group_sizes, routing, (), operands.experts, operands.parameters)
     answers, products = answers_of(call, residuals, operands.tokens.dtype, keep_products=keep_products)
-    combined = checkpoint_name(gradients.intranode_combine(group, answers, routing.weights, routing), COMBINED)
+    combined = checkpoint_name(kernels.intranode_combine(group, answers, routing.weights, routing), COMBINED)
     return combined, residuals._replace(products=products)
 
 
@@ -267,20 +267,20 @@ def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> 
     if isinstance(rows, GatheredRows):
         d_rows = dense_rows(dataclasses.replace(rows, matrix=d_operands.tokens))
     else:
-        d_rows = gradients.scatter(group, d_operands.tokens, routing)
+        d_rows = kernels.scatter(group, d_operands.tokens, routing)
     names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
 
     def sums(rows: jax.Array, weights: jax.Array, matrices: PyTree, biases: PyTree, parameters: PyTree) -> jax.Array:
         moved = dataclasses.replace(experts, **dict(zip(names, matrices, strict=True)), biases=biases)
         answers, _ = plain_answers(call, rows, sizes, routing, moved, parameters)
-        return gradients.intranode_combine(group, answers, weights, routing)
+        return kernels.intranode_combine(group, answers, weights, routing)
 
     def operands_of(rows: jax.Array, weights: jax.Array, experts: Experts, parameters: PyTree) -> tuple[PyTree, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
     wide = as_array(dense_rows(rows), d_operands.tokens.dtype)
     primals = operands_of(wide, routing.weights, experts, parameters)
-    d_weights = gradients.sent_weights(group, d_operands.weights, routing)
+    d_weights = kernels.sent_weights(group, d_operands.weights, routing)
     tangents = operands_of(d_rows, d_weights, d_experts, d_operands.parameters)
     return jax.jvp(sums, primals, tangents)[1]
 
@@ -293,7 +293,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     if isinstance(rows, GatheredRows):
         d_answers = dataclasses.replace(rows, matrix=d_combined)
     else:
-        d_answers = gradients.scatter(group, d_combined, routing)
+        d_answers = kernels.scatter(group, d_combined, routing)
     dtype, row_weights = d_combined.dtype, routing.weight_of_row()
     weighed_inner, d_products, d_row_weights, d_parameters = _unit_cotangents(
         call, residuals, d_answers, row_weights, dtype
@@ -310,7 +310,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     }
     matrices = tuple(as_array(matrix, dtype) for matrix in experts.first_matrices)
     d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
-    d_tokens, d_weights = gradients.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
+    d_tokens, d_weights = kernels.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
 
     def biases_of(biases: PyTree) -> PyTree:
         return product_biases(dataclasses.replace(experts, biases=biases))

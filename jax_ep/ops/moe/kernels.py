@@ -1,21 +1,205 @@
-"""The kernels of dispatch and combine, and of their gradients, as FFI calls: `implementation="kernels"`."""
+"""The kernels of dispatch and combine, as FFI calls, with their derivatives, forward and backward.
+
+All are linear in their rows, and each kernel serves the transpose of another:
+
+| forward op     | its transpose                                      | kernel of the transpose                    |
+|----------------|----------------------------------------------------|--------------------------------------------|
+| dispatch       | `return_rows`: sums rows per token, no weights     | combine, which also returns the weights'   |
+| combine        | `scatter` of the cotangent, then rows are weighed  | scatter: a dispatch of a known routing     |
+| `scatter`      | `return_rows`                                      | combine; the returned weights are not used |
+| `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                    |
+
+With expand=False the same kernels run along `Routing.of_slots`. The tangent of dispatch is a `scatter`, the tangent of
+combine is a combine. If tokens come in chunks, each chunk is a call with its part of the routing.
+
+The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
+keeps these names saves a second exchange.
+"""
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit import ffi
+from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Rows
+from jax_ep._kit.linear import linear
+from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group
 from jax_ep.ops.moe import settings
 from jax_ep.ops.moe.routing import add_rows_of_tokens
 from jax_ep.ops.moe.settings import DispatchConfig
-from jax_ep.ops.moe.types import Dispatched, Routing, Unexpanded
+from jax_ep.ops.moe.types import (
+    COMBINED,
+    DISPATCHED,
+    NO_GRADIENT,
+    WHOLE,
+    Chunks,
+    Dispatched,
+    Routing,
+    Unexpanded,
+)
+
+_Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weights, and the routing
 
 
-def ffi_dispatch(
+@op_scope("scatter")
+def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+    """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
+
+    Several calls may write into one array. They write different rows, so the cotangent of `onto` is that of the result.
+    """
+
+    def forward(routing: Routing, operands: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+        return _run_scatter(group, operands[0], routing, operands[1])
+
+    def backward(routing: Routing, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        tokens, _ = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)
+        return tokens, None if onto is None else cotangent
+
+    return linear(forward, backward, jax.lax.stop_gradient(routing), (tokens, onto))
+
+
+def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Sums of rows [C, H] per token, and weights [R, T, K] sent back to their assignments: [T, H] and [T, K]."""
+
+    def forward(routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _run_return(group, *operands, routing)
+
+    return linear(forward, partial(_to_rows, group), jax.lax.stop_gradient(routing), (rows, weights))
+
+
+def scatter_all(group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing]) -> jax.Array:
+    """`scatter` of tokens in chunks into the same rows, each along its part of a routing.
+
+    With several chunks the rows are zeroed first, as each call writes only its own rows.
+    """
+    if len(routings) == 1:
+        return scatter(group, tokens[0], routings[0])
+    received = jnp.zeros_like(tokens[0], shape=(routings[0].config.capacity, tokens[0].shape[1]))
+    for chunk, routing in zip(tokens, routings, strict=True):
+        received = scatter(group, chunk, routing, received)
+    return received
+
+
+@op_scope("combine")
+def intranode_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+    return combine_chunks(group, WHOLE, expert_outputs, weights, routing)[0]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def combine_chunks(
+    group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
+) -> list[jax.Array]:
+    """The sums of each chunk's tokens."""
+    routings = chunks.cut(dataclasses.replace(routing, weights=weights))
+    return [_run_combine(group, expert_outputs, part.weights, part) for part in routings]
+
+
+def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
+    """Values [C] of rows by the assignments that have one: [R, T, K], 0 for the others."""
+    return jnp.where(routing.row_of >= 0, by_row.at[routing.row_of].get(mode="clip"), 0)
+
+
+def weighed(rows: jax.Array, row_weights: jax.Array) -> jax.Array:
+    """Rows [C, N] times weights [C], rounded once, in the dtype of `rows`."""
+    return (rows.astype(jnp.float32) * row_weights[:, None]).astype(rows.dtype)
+
+
+def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
+    """[C]: the inner product of each row [C, N] with the same row of `others`, in float32."""
+    return jnp.sum(rows.astype(jnp.float32) * others.astype(jnp.float32), axis=1)
+
+
+def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
+    """Weights [T, K] of each rank, as a dispatch delivers them: [R, T, K]."""
+    return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
+
+
+def intranode_dispatch(
+    op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Dispatched | Unexpanded:
+    """Runs the kernel, for `op`, without a derivative; `_with_derivative` attaches one."""
+    constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
+    out = _run_dispatch(op, group, config, constant_tokens, expert_ids, constant_weights)
+    out = checkpoint_name(out, DISPATCHED)
+    rows, routed_weights = _with_derivative(group, config, tokens, weights, out)
+    return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _with_derivative(
+    group: Group, config: DispatchConfig, tokens: jax.Array, weights: jax.Array, out: Dispatched | Unexpanded
+) -> tuple[PyTree, jax.Array]:
+    """The floats of a dispatch, without the integers: JAX has no types for tangents of integers."""
+    return out.rows, out.routing.weights
+
+
+@_with_derivative.defjvp
+def _with_derivative_jvp(group: Group, config: DispatchConfig, primals: PyTree, tangents: PyTree) -> PyTree:
+    if config.wire == "float8_rows":
+        raise TypeError(NO_GRADIENT)
+    there, back = (_to_rows, _from_rows) if config.expand else (_to_slots, _from_slots)
+    # Derivatives of this derivative need `_with_derivative` again.
+    tangent = linear(partial(there, group), partial(back, group), primals[2].routing, tuple(tangents[:2]))
+    return _with_derivative(group, config, *primals), tangent
+
+
+def _to_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sends tokens [T, H] and weights [T, K] as a dispatch does: [C, H] and [R, T, K]."""
+    tokens, weights = operands
+    return scatter(group, tokens, routing), sent_weights(group, weights, routing)
+
+
+def _from_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `_to_rows`."""
+    return return_rows(group, *operands, routing)
+
+
+def _to_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sends tokens to their slots [R T, H] at ranks where they have a row, and weights. Other slots hold anything."""
+    tokens, weights = operands
+    if group.size > 1:
+        tokens = scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
+    return tokens, sent_weights(group, weights, routing)
+
+
+def _from_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The transpose of `_to_slots`."""
+    slots, weights = operands
+    arrived = jnp.where(routing.row_of >= 0, weights, 0)
+    if group.size == 1:
+        return slots, arrived[0]
+    along = routing.of_slots(jax.lax.axis_index(group.axis_name))
+    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), along)
+    return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
+
+
+@combine_chunks.defjvp
+def _combine_jvp(group: Group, chunks: Chunks, primals: _Combined, tangents: _Combined) -> PyTree:
+    expert_outputs, weights, routing = primals
+    out = checkpoint_name(combine_chunks(group, chunks, expert_outputs, weights, routing), COMBINED)
+
+    def forward(residuals: _Combined, tangents: tuple[jax.Array, jax.Array]) -> list[jax.Array]:
+        (outputs, weights, routing), (d_outputs, d_weights) = residuals, tangents
+        by_outputs = combine_chunks(group, chunks, d_outputs, weights, routing)
+        by_weights = combine_chunks(group, chunks, outputs, d_weights, routing)
+        return [a + b for a, b in zip(by_outputs, by_weights, strict=True)]
+
+    def backward(residuals: _Combined, cotangents: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        outputs, weights, routing = residuals
+        d_rows = scatter_all(group, cotangents, chunks.cut(routing))
+        d_outputs = weighed(d_rows, routing.by_row(weights, 0))
+        return d_outputs, of_assignments(inner_products(d_rows, outputs), routing)
+
+    return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
+
+
+def _run_dispatch(
     op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
     called = ffi.call(
@@ -32,15 +216,14 @@ def ffi_dispatch(
         **config.settings(),
     )
     rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
-    leaves: dict[str, Any] = {leaf.name: called.get(leaf.name) for leaf in dataclasses.fields(Routing)}
-    leaves["config"] = config
-    routing = Routing(**leaves)
+    names = {leaf.name for leaf in dataclasses.fields(Routing)} - {"config"}
+    routing = Routing(**{name: called[name] for name in names}, config=config)
     if config.expand:
         return Dispatched(rows, called["group_sizes"], routing)
     return Unexpanded(rows, called["group_sizes"], routing, called["indices"])
 
 
-def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
+def _run_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H].
 
     Rows without a token are those of `onto`, or as a dispatch leaves them (`DispatchConfig.zero_unused`).
@@ -67,21 +250,21 @@ def ffi_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Arr
     return called["rows"]
 
 
-def ffi_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
+def _run_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if settings.is_alone_on_gpu(group):
         return _combine_locally(expert_outputs, routing, weights)
-    return _combine(group, expert_outputs, routing, weights=weights)["combined"]
+    return _call_combine(group, expert_outputs, routing, weights=weights)["combined"]
 
 
-def ffi_return_rows(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+def _run_return(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
     """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
     if settings.is_alone_on_gpu(group):
         return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
-    called = _combine(group, rows, routing, scalars=scalars)
+    called = _call_combine(group, rows, routing, scalars=scalars)
     return called["combined"], called["returned"]
 
 
-def _combine(
+def _call_combine(
     group: Group, rows: jax.Array, routing: Routing, weights: jax.Array | None = None, scalars: jax.Array | None = None
 ) -> dict[str, jax.Array]:
     return ffi.call(

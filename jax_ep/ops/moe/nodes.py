@@ -23,7 +23,7 @@ from jax_ep._kit.linear import linear, without_gradient
 from jax_ep._kit.node_sums import added_up, sum_over_nodes
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
-from jax_ep.ops.moe import gradients
+from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.routing import count_invalid, layout, routing_of
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, NodeRouting, Routing
@@ -57,7 +57,7 @@ def internode_combine(group: Group, expert_outputs: jax.Array, routing: NodeRout
     assert group.intranode is not None
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
-        sums = gradients.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
+        sums = kernels.combine_chunks(group.intranode, chunks, expert_outputs, routing.weights, routing.local)
     else:
         sums = [xla_combine(expert_outputs, routing.local, axis_name=group.intranode.axis_name)]
     combined = _from_nodes(group, sums, routing.sent, routing.num_tokens, chunks)
@@ -160,7 +160,7 @@ def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local:
     chunks = Chunks(call.group.nodes, call.chunks)
     taken_in = _to_nodes(call.group, tokens, sent, chunks)
     if call.by_kernels:
-        return gradients.scatter_all(call.intranode, taken_in, chunks.cut(local))
+        return kernels.scatter_all(call.intranode, taken_in, chunks.cut(local))
     return xla_scatter(taken_in[0], local, axis_name=call.intranode.axis_name)
 
 
