@@ -1,6 +1,6 @@
 // The layout of every rank's rows: a segment for each of its experts. If a rank has too few rows and the dispatch may
 // drop, experts get max-min fair quotas of its rows, and so do the source ranks of each expert.
-// jax_ep/ops/moe/quotas.py has the same for XLA.
+// jax_ep/ops/moe/layout.py has the same for XLA.
 #pragma once
 
 #include "comm/op.h"

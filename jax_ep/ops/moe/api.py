@@ -19,7 +19,6 @@ from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.kernels import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
-from jax_ep.ops.moe.routing import dispatch_in_place
 from jax_ep.ops.moe.settings import (
     DispatchCall,
     Options,
@@ -30,7 +29,7 @@ from jax_ep.ops.moe.settings import (
     validated,
 )
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, NodeRouting, Routing, Unexpanded, check_combined
-from jax_ep.ops.moe.xla import xla_combine, xla_dispatch
+from jax_ep.ops.moe.xla import dispatch_in_place, xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow
 

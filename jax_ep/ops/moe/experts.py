@@ -39,7 +39,7 @@ from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.kernels import inner_products, of_assignments, weighed
-from jax_ep.ops.moe.quotas import expert_of_rows
+from jax_ep.ops.moe.layout import expert_of_rows
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import COMBINED, MoeStats, Routing, Unexpanded
 from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, product_biases, sums_by_expert, with_bias

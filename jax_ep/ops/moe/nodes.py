@@ -24,10 +24,10 @@ from jax_ep._kit.node_sums import added_up, sum_over_nodes
 from jax_ep.errors import CapacityError
 from jax_ep.group import Group
 from jax_ep.ops.moe import kernels
-from jax_ep.ops.moe.routing import count_invalid, layout, routing_of
+from jax_ep.ops.moe.layout import count_invalid, layout
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, NodeRouting, Routing
-from jax_ep.ops.moe.xla import xla_combine, xla_scatter
+from jax_ep.ops.moe.xla import routing_of, xla_combine, xla_scatter
 from jax_ep.runtime.undelivered import nan_on_overflow
 
 _Rows = TypeVar("_Rows")  # a pytree of rows

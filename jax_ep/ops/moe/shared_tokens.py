@@ -21,8 +21,9 @@ from jax_ep.ops.moe.experts import (
     rows_to_multiply,
     stats_of,
 )
-from jax_ep.ops.moe.routing import add_rows_of_tokens, count_invalid, dispatch_in_place
+from jax_ep.ops.moe.layout import count_invalid
 from jax_ep.ops.moe.types import MoeStats
+from jax_ep.ops.moe.xla import add_rows_of_tokens, dispatch_in_place
 from jax_ep.runtime.agreement import Agreement
 from jax_ep.runtime.undelivered import nan_on_overflow, undelivered_if
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import AxisName
 from jax_ep.group import Group
-from jax_ep.ops.moe.quotas import expert_of_rows, rows_of_experts, segments
+from jax_ep.ops.moe.layout import expert_of_rows, rows_of_experts, segments
 from jax_ep.ops.moe.settings import DispatchConfig
 
 # The names by which a policy of `jax.checkpoint` keeps the results of an exchange.

@@ -13,7 +13,7 @@ from jax_ep._kit.float8 import Float8Weights
 from jax_ep._kit.linear import linear
 from jax_ep._kit.sums import Segments, sum_segments
 from jax_ep.ops.matmul.gated import ACTIVATIONS, ActivationName, ClampedSwiglu, KnownUnit, known_unit
-from jax_ep.ops.moe.quotas import expert_of_rows
+from jax_ep.ops.moe.layout import expert_of_rows
 
 Activation = Callable[[jax.Array], jax.Array]
 Matrix = jax.Array | Float8Weights

@@ -1,17 +1,21 @@
 """dispatch and combine in plain jax.numpy and jax.lax: `implementation="xla"`.
 
-Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them.
+Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them. Here is
+also the dispatch that moves nothing: a grouped product reads the tokens through an index list.
 """
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import without_gradient
-from jax_ep.ops.moe.routing import add_rows_of_tokens, layout, routing_of
+from jax_ep._kit.vary import vary_alike
+from jax_ep.ops.matmul.rows import ZERO_ROW
+from jax_ep.ops.moe.layout import Layout, count_invalid, layout
 from jax_ep.ops.moe.settings import DispatchConfig
-from jax_ep.ops.moe.types import NO_GRADIENT, Dispatched, Routing, Unexpanded
+from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, Dispatched, Routing, Unexpanded
 
 
 def xla_dispatch(
@@ -66,3 +70,51 @@ def xla_combine(expert_outputs: jax.Array, routing: Routing, *, axis_name: AxisN
     for rank in range(partials.shape[0]):
         total += partials[rank].astype(jnp.float32)
     return total.astype(expert_outputs.dtype)
+
+
+def routing_of(
+    placed: Layout, weights: jax.Array, me: jax.Array | int, config: DispatchConfig, expert_ids: jax.Array
+) -> Routing:
+    """The routing of rank `me`, from its `expert_ids` [T, K] and the `weights` [R, T, K] of all ranks."""
+    row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
+    row_of = jnp.where(owner == me, row, -1)
+    targets = jnp.where(row >= 0, owner * config.capacity + row, -1)
+    counts, _ = vary_alike(None, placed.counts, expert_ids)  # also where there are no ids to count
+    by_node = counts.reshape(-1, config.size, config.size, config.local_experts)  # of the source
+    return Routing(
+        targets=targets[me].astype(jnp.int32),
+        row_of=row_of,
+        weights=jnp.where(row_of >= 0, weights, 0),
+        counts=by_node[:, :, me].sum(axis=0, dtype=jnp.int32),
+        dropped=dropped[me].sum(dtype=jnp.int32)[None],
+        invalid=count_invalid(expert_ids, config.num_experts),
+        config=config,
+    )
+
+
+def dispatch_in_place(
+    config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> Unexpanded:
+    """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
+    shape = expert_ids.shape
+    placed = layout(expert_ids.reshape(-1), config, 1)
+    routing = routing_of(placed, weights[None], 0, config, expert_ids)
+    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
+    indices = routing.by_row(token, ZERO_ROW)
+    return Unexpanded(tokens, *checkpoint_name((placed.group_sizes[0], routing, indices), DISPATCHED))
+
+
+def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`total` [..., T, N] float32 plus each token's rows, times their weights.
+
+    Args:
+      rows: [C, N].
+      row_of: [..., T, K]; -1 is no row, and a row from C on makes its token NaN.
+      weights: as `row_of`, or None for 1.
+    """
+    for k in range(row_of.shape[-1]):
+        row = row_of[..., k]
+        values = jnp.take(rows, row, axis=0, mode="clip").astype(jnp.float32)
+        weight = jnp.where(row < rows.shape[0], 1.0 if weights is None else weights[..., k], jnp.nan)
+        total += jnp.where((row >= 0)[..., None], weight[..., None] * values, 0)
+    return total

@@ -1,20 +1,15 @@
-"""Where the assignments of a dispatch lie, and sums of rows by token, in plain jax.numpy.
+"""Where the assignments of a dispatch lie, derived in plain jax.numpy from the expert ids of all ranks.
 
-For `implementation="xla"`, a group of one GPU, the exchange between nodes, and layers of shared tokens. Here is also
-the dispatch that moves nothing: a grouped product reads the tokens through an index list.
+The segments of a rank's rows, max-min fair quotas of rows if a dispatch may drop, and the row of each assignment. For
+`implementation="xla"`, a group of one GPU, the exchange between nodes, and layers of shared tokens.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep._kit.vary import vary_alike
-from jax_ep.ops.matmul.rows import ZERO_ROW
-from jax_ep.ops.moe.quotas import rows_of_experts, rows_of_sources, segments
 from jax_ep.ops.moe.settings import DispatchConfig
-from jax_ep.ops.moe.types import DISPATCHED, Routing, Unexpanded
 
 _BLOCK = 32  # assignments
 
@@ -88,49 +83,49 @@ def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     return ((expert_ids < -1) | (expert_ids >= num_experts)).sum(dtype=jnp.int32)[None]
 
 
-def routing_of(
-    placed: Layout, weights: jax.Array, me: jax.Array | int, config: DispatchConfig, expert_ids: jax.Array
-) -> Routing:
-    """The routing of rank `me`, from its `expert_ids` [T, K] and the `weights` [R, T, K] of all ranks."""
-    row, owner, dropped = (x.reshape(weights.shape) for x in (placed.row, placed.owner, placed.dropped))
-    row_of = jnp.where(owner == me, row, -1)
-    targets = jnp.where(row >= 0, owner * config.capacity + row, -1)
-    counts, _ = vary_alike(None, placed.counts, expert_ids)  # also where there are no ids to count
-    by_node = counts.reshape(-1, config.size, config.size, config.local_experts)  # of the source
-    return Routing(
-        targets=targets[me].astype(jnp.int32),
-        row_of=row_of,
-        weights=jnp.where(row_of >= 0, weights, 0),
-        counts=by_node[:, :, me].sum(axis=0, dtype=jnp.int32),
-        dropped=dropped[me].sum(dtype=jnp.int32)[None],
-        invalid=count_invalid(expert_ids, config.num_experts),
-        config=config,
-    )
+def segments(rows: jax.Array, alignment: int, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of experts with `rows` [..., L] int32: padded rows, the ends of segments, and group sizes within the capacity."""
+    padded = -(-rows // alignment) * alignment
+    ends = jnp.cumsum(padded, axis=-1, dtype=jnp.int32)
+    return padded, ends, jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
 
 
-def dispatch_in_place(
-    config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Unexpanded:
-    """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
-    shape = expert_ids.shape
-    placed = layout(expert_ids.reshape(-1), config, 1)
-    routing = routing_of(placed, weights[None], 0, config, expert_ids)
-    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
-    indices = routing.by_row(token, ZERO_ROW)
-    return Unexpanded(tokens, *checkpoint_name((placed.group_sizes[0], routing, indices), DISPATCHED))
+def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
+    """[C] int32: the local expert of each of `rows` rows, or E / R past the last group."""
+    experts = group_sizes.shape[0]
+    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes, dtype=group_sizes.dtype))
+    return jnp.repeat(jnp.arange(experts + 1, dtype=jnp.int32), sizes, total_repeat_length=rows)
 
 
-def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """`total` [..., T, N] float32 plus each token's rows, times their weights.
+def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
+    """Divides `room` [...] among members that ask for `demand` [..., n]. Returns [..., n]: what each gets.
 
-    Args:
-      rows: [C, N].
-      row_of: [..., T, K]; -1 is no row, and a row from C on makes its token NaN.
-      weights: as `row_of`, or None for 1.
+    A member gets what it asks for, up to the highest common level that fits. The rest goes, one each, to the first
+    members that ask for more.
     """
-    for k in range(row_of.shape[-1]):
-        row = row_of[..., k]
-        values = jnp.take(rows, row, axis=0, mode="clip").astype(jnp.float32)
-        weight = jnp.where(row < rows.shape[0], 1.0 if weights is None else weights[..., k], jnp.nan)
-        total += jnp.where((row >= 0)[..., None], weight[..., None] * values, 0)
-    return total
+    ascending, room = jnp.sort(demand), jnp.broadcast_to(jnp.asarray(room, jnp.int32), demand.shape[:-1])[..., None]
+    before = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
+    # The members that are left, if all before get what they ask for.
+    others = demand.shape[-1] - jax.lax.broadcasted_iota(jnp.int32, demand.shape, demand.ndim - 1)
+    level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
+    quotas, more = jnp.minimum(demand, level), demand > level
+    left = room - quotas.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return quotas + (more & (jnp.cumsum(more, axis=-1, dtype=jnp.int32) <= left)).astype(jnp.int32)
+
+
+def rows_of_experts(demand: jax.Array, alignment: int, capacity: int) -> jax.Array:
+    """The rows [..., L] that a rank's experts keep of `demand`, by quotas in steps of `alignment` rows."""
+    steps = fair_quotas(-(-demand // alignment), capacity // alignment)
+    return jnp.minimum(demand, steps * alignment)
+
+
+def rows_of_sources(demand: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
+    """The rows [R, E] that the source ranks keep of `demand`, if experts keep `kept` [E].
+
+    Rows left over go one each to the sources, starting at source e modulo R. `first`: the number of the first expert.
+    """
+    ranks, experts = demand.shape
+    begin = (first + jnp.arange(experts, dtype=jnp.int32))[:, None]
+    turns = jnp.arange(ranks, dtype=jnp.int32)[None]
+    in_turn = jnp.take_along_axis(demand.T, (begin + turns) % ranks, axis=1)
+    return jnp.take_along_axis(fair_quotas(in_turn, kept), (turns - begin) % ranks, axis=1).T
