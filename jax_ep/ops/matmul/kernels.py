@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jax_ep._kit import ffi
 from jax_ep._kit.float8 import FLOAT8, Float8, Float8Rows, Float8Weights
 from jax_ep.ops.matmul.gated import KnownUnit
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, matrix_and_indices
+from jax_ep.ops.matmul.rows import GatheredRows, Rows
 
 
 def grouped_matmul(
@@ -90,7 +90,7 @@ def _call(
     """
     gathered = next((name for name, x in (("lhs", lhs[0]), ("rhs", rhs[0])) if isinstance(x, GatheredRows)), "none")
     indices = [x.indices for x in (lhs[0], rhs[0]) if isinstance(x, GatheredRows)]
-    first = [matrix_and_indices(x)[0] for x in (lhs[0], rhs[0])]
+    first = [x.matrix if isinstance(x, GatheredRows) else x for x in (lhs[0], rhs[0])]
     left, right = (x.bits if isinstance(x, Float8) else x for x in first)
     rows = indices[0].shape[0] if indices else left.shape[0]
     by_contraction = grouping == "k_grouped"

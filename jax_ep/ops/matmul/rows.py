@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,42 +14,44 @@ from jax_ep._kit.linear import linear
 from jax_ep._kit.sums import sum_by_ids
 from jax_ep.pallas_kernels import ZERO_ROW as ZERO_ROW
 
+MatrixT = TypeVar("MatrixT", jax.Array, Float8Rows)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class GatheredRows:
+class GatheredRows(Generic[MatrixT]):
     """Rows [C, K] that are not copied: row i is row indices[i] of `matrix` [M, K], as in `take_rows`.
 
     For products of float8 operands `matrix` is `Float8Rows`.
     """
 
-    matrix: Any
+    matrix: MatrixT
     indices: jax.Array
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self: "GatheredRows[jax.Array]") -> tuple[int, ...]:
         return *self.indices.shape, *self.matrix.shape[1:]
 
     @property
-    def dtype(self) -> np.dtype:
+    def dtype(self: "GatheredRows[jax.Array]") -> np.dtype:
         return self.matrix.dtype
 
 
-Rows = jax.Array | GatheredRows
+Rows = jax.Array | GatheredRows[jax.Array]
 
 
-def gathered_rows(op: str, matrix: jax.Array | Float8Rows, lhs_indices: jax.Array) -> GatheredRows:
+def gathered_rows(op: str, matrix: MatrixT, lhs_indices: jax.Array) -> GatheredRows[MatrixT]:
     """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless both fit."""
     checks.check_array(op, "lhs_indices", lhs_indices, "[M]", np.integer)
     return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
 
-def matrix_and_indices(rows: Any) -> tuple[Any, jax.Array | None]:
+def matrix_and_indices(rows: MatrixT | GatheredRows[MatrixT]) -> tuple[MatrixT, jax.Array | None]:
     """The matrix that holds the rows, and their indices in it; None if the rows are the whole matrix, in order."""
     return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
 
 
-def dense_rows(rows: Any) -> Any:
+def dense_rows(rows: MatrixT | GatheredRows[MatrixT]) -> MatrixT:
     """The rows as an array, or as `Float8Rows`, in which rows of zeros and of NaN have scales of zero and NaN."""
     if not isinstance(rows, GatheredRows):
         return rows

@@ -1,25 +1,31 @@
 """The experts between a dispatch and a combine, forward, and their one derivative.
 
-Forward: dispatch, the products with gate and up, the unit, the product with down, combine. Backward: five products and
-two exchanges. The forward pass saves the dispatched rows, their routing, and the products with gate and up, including
-their biases. The backward pass computes the unit again. A matrix in float8 has no gradient.
+Let x [H] be a dispatched row, and w the weight by which combine scales the answer y to it. Forward:
 
-The forward pass does not save the product with down. Combine only scales its rows, so the backward pass can scale
-either factor of each product by a row's weight w instead. Let x be the row's left operand, M the matrix and c the
-row's cotangent before it is scaled. Then
-- the cotangent of x is w (c M^T);
-- the cotangent of M is the sum of (w x)^T c;
-- the cotangent of w is (x M) c = x (c M^T), plus b c if the product has a bias b.
-So all elementwise work has F columns instead of H (SonicMoE: Guo et al., 2025, for the cotangent of w).
+    g = x G + b_G,  u = x U + b_U      products by gate and up, saved
+    a = unit(g, u)                     computed again in the backward pass
+    y = a D + b_D                      not saved
+
+Backward, let c be the cotangent of w y, which one exchange brings to the row. A sum is over the rows of an expert.
+
+    e = c D^T
+    (dg, du) = unit'(w e)              the transpose of the unit's derivative
+    dw = a . e + b_D . c               which is y . c
+    dD = sum (w a)^T c,  db_D = sum w c
+    dG = sum x^T dg,     db_G = sum dg,     and so for U
+    dx = dg G^T + du U^T               which the other exchange brings back and adds up
+
+As w scales w e and w a instead of c and y, all elementwise work has F columns, not H (SonicMoE: Guo et al., 2025). A
+matrix in float8 has no gradient.
 
 JAX differentiates the plain chain of these ops instead if the layer spans several nodes, runs in plain jax.lax, scales
 its inputs, or has a `product` function.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +37,7 @@ from jax_ep._kit import gemm, vary
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Rows, Float8Weights
 from jax_ep._kit.linear import linear
+from jax_ep.group import Group
 from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply, straight_through_product
 from jax_ep.ops.matmul.gated import ACTIVATIONS
@@ -42,11 +49,21 @@ from jax_ep.ops.moe.kernels import inner_products, of_assignments, weighed
 from jax_ep.ops.moe.layout import expert_of_rows
 from jax_ep.ops.moe.settings import DispatchCall
 from jax_ep.ops.moe.types import COMBINED, MoeStats, Routing, Unexpanded
-from jax_ep.ops.moe.units import Experts, Unit, bias_of_rows, closed_over, product_biases, sums_by_expert, with_bias
+from jax_ep.ops.moe.units import (
+    Biases,
+    Experts,
+    Unit,
+    bias_of_rows,
+    closed_over,
+    product_biases,
+    sums_by_expert,
+    with_bias,
+)
 
 ProductFunction = Callable[[jax.Array, PyTree, jax.Array], jax.Array]  # of rows, matrices and group sizes
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
 Parameters = tuple[jax.Array, ...]  # of the unit (`closed_over`)
+_Ids = TypeVar("_Ids")  # jax.Array; None among tangents and cotangents
 
 # The name by which a policy of `jax.checkpoint` keeps the products by gate and up; in the plain chain also the product
 # by down.
@@ -68,17 +85,17 @@ class ExpertsCall(NamedTuple):
         return self.dispatch.by_kernels and not plain
 
 
-class Operands(NamedTuple):
+class Operands(NamedTuple, Generic[_Ids]):
     """The arrays of a layer; or tangents or cotangents of them, None for an array without one."""
 
     tokens: jax.Array
-    expert_ids: Any
+    expert_ids: _Ids
     weights: jax.Array
     experts: Experts
     parameters: Parameters = ()
 
 
-def experts_of_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
+def experts_of_tokens(call: ExpertsCall, operands: Operands[jax.Array]) -> tuple[jax.Array, MoeStats]:
     """Each token's weighted sum [T, H'] of its experts' answers, and what was counted."""
     tokens, _, _, experts, _ = operands
     dispatch = call.dispatch
@@ -159,13 +176,13 @@ class Residuals(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _experts(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
+def _experts(call: ExpertsCall, operands: Operands[jax.Array]) -> tuple[jax.Array, MoeStats]:
     combined, residuals = _forward(call, operands, keep_products=False)
     return combined, stats_of(residuals.routing)
 
 
 @_experts.defjvp
-def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Operands]) -> PyTree:
+def _experts_jvp(call: ExpertsCall, primals: tuple[Operands[jax.Array]], tangents: tuple[Operands[PyTree]]) -> PyTree:
     combined, residuals = _forward(call, *primals, keep_products=True)
     [d_operands] = tangents
     d_matrices = {
@@ -178,7 +195,7 @@ def _experts_jvp(call: ExpertsCall, primals: tuple[Operands], tangents: tuple[Op
     return (combined, stats), (d_combined, zero_from_primal(stats))
 
 
-def _forward(call: ExpertsCall, operands: Operands, *, keep_products: bool) -> tuple[jax.Array, Residuals]:
+def _forward(call: ExpertsCall, operands: Operands[jax.Array], *, keep_products: bool) -> tuple[jax.Array, Residuals]:
     """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
     out = run_dispatch(call.dispatch, *operands[:3])
@@ -203,16 +220,16 @@ def answers_of(
     call: ExpertsCall, residuals: Residuals, dtype: np.dtype, *, keep_products: bool
 ) -> tuple[jax.Array, Products]:
     """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
-    inner: Any
     inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
-    multiply: Callable[..., jax.Array] = quantize_and_multiply if call.in_float8 else matmul.ragged_dot
     down, sizes, (_, bias) = residuals.experts.down, residuals.sizes, product_biases(residuals.experts)
+    if call.in_float8 or isinstance(inner, Float8Rows):
+        return with_bias(quantize_and_multiply(inner, down, sizes), bias, sizes), products
+    if bias is None:
+        return matmul.ragged_dot(inner, down, sizes), products
 
-    def composed(inner: jax.Array | Float8Rows, sizes: jax.Array, down: PyTree, bias: jax.Array | None) -> jax.Array:
-        return with_bias(multiply(inner, down, sizes), bias, sizes)
+    def composed(inner: jax.Array, sizes: jax.Array, down: jax.Array, bias: jax.Array) -> jax.Array:
+        return with_bias(matmul.ragged_dot(inner, down, sizes), bias, sizes)
 
-    if bias is None or call.in_float8:
-        return composed(inner, sizes, down, bias), products
     return matmul.biased_product(composed, inner, sizes, down, bias), products
 
 
@@ -224,50 +241,50 @@ def _up_and_gate(
     On Hopper one kernel computes all, if the unit is known. In float8 the kernel takes no biases, keeps no products,
     and quantizes its result for the product by down.
     """
-    experts, sizes = residuals.experts, residuals.sizes
-    rows: Any = residuals.rows
+    rows, sizes, routing, _, experts, parameters = residuals
     matrices, (biases, _) = experts.first_matrices, product_biases(experts)
-    multiply: Any = partial(quantize_and_multiply, dtype=dtype) if call.in_float8 else matmul.rows_product
+
+    def product(rows: Rows | Float8Rows, matrix: PyTree, sizes: jax.Array) -> jax.Array:
+        if isinstance(rows, Float8Rows):
+            return quantize_and_multiply(rows, matrix, sizes, dtype=dtype)
+        return matmul.rows_product(rows, matrix, sizes)
 
     def composed(rows: Rows | Float8Rows, sizes: jax.Array, *operands: PyTree) -> tuple[jax.Array, Products]:
         split = len(matrices)
         added = operands[split:] or (None,) * split
         products = tuple(
-            with_bias(multiply(rows, matrix, sizes), bias, sizes)
+            with_bias(product(rows, matrix, sizes), bias, sizes)
             for matrix, bias in zip(operands[:split], added, strict=True)
         )
-        inner = _unit_of_rows(call, residuals.routing, products, residuals.parameters)
+        inner = _unit_of_rows(call, routing, products, parameters)
         return inner, products if keep_products else ()
 
     def composed_to_float8(*operands: PyTree) -> Float8Rows:
         return quantize_rows(composed(*operands)[0])
 
-    given = [bias for bias in biases if bias is not None]
-    if given:  # a kernel takes all biases or none
+    added: tuple[jax.Array, ...] = ()
+    if given := [bias for bias in biases if bias is not None]:  # a kernel takes all biases or none
         zeros = jnp.zeros_like(given[0])
-        biases = tuple(zeros if bias is None else bias for bias in biases)
-    added: Any = biases if given else ()
+        added = tuple(zeros if bias is None else bias for bias in biases)
     known = call.unit.known
-    if known is not None and not call.in_float8:
+    if known is not None and not isinstance(rows, Float8Rows):
         inner, products = matmul.gated_product(
             known, composed, rows, sizes, matrices, added, keep_products=keep_products
         )
         return inner, checkpoint_name(products, PRODUCTS)
-    if known is not None and not (given or keep_products) and dtype == jnp.bfloat16 and known.activation in ACTIVATIONS:
+    kernel_takes = not (added or keep_products) and dtype == jnp.bfloat16
+    if isinstance(rows, Float8Rows) and known is not None and kernel_takes and known.activation in ACTIVATIONS:
         in_float8 = map(as_float8_weights, matrices)
         return gated_product_to_float8(known.activation, composed_to_float8, rows, sizes, *in_float8), ()
     inner, products = composed(rows, sizes, *matrices, *added)
     return inner, checkpoint_name(products, PRODUCTS)
 
 
-def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> jax.Array:
+def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands[None]) -> jax.Array:
     """The tangents of the sums, by the plain chain after the dispatch."""
     rows, sizes, routing, _, experts, parameters = residuals
     group, d_experts = call.dispatch.group, d_operands.experts
-    if isinstance(rows, GatheredRows):
-        d_rows = dense_rows(dataclasses.replace(rows, matrix=d_operands.tokens))
-    else:
-        d_rows = kernels.scatter(group, d_operands.tokens, routing)
+    d_rows = dense_rows(_at_rows(group, d_operands.tokens, rows, routing))
     names = [name for name in (*experts.first_names, "down") if getattr(d_experts, name) is not None]
 
     def sums(rows: jax.Array, weights: jax.Array, matrices: PyTree, biases: PyTree, parameters: PyTree) -> jax.Array:
@@ -278,62 +295,58 @@ def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands) -> 
     def operands_of(rows: jax.Array, weights: jax.Array, experts: Experts, parameters: PyTree) -> tuple[PyTree, ...]:
         return rows, weights, [getattr(experts, name) for name in names], experts.biases, parameters
 
-    wide = as_array(dense_rows(rows), d_operands.tokens.dtype)
+    wide = dense_rows(rows) if isinstance(rows, GatheredRows) else as_array(rows, d_operands.tokens.dtype)
     primals = operands_of(wide, routing.weights, experts, parameters)
     d_weights = kernels.sent_weights(group, d_operands.weights, routing)
     tangents = operands_of(d_rows, d_weights, d_experts, d_operands.parameters)
     return jax.jvp(sums, primals, tangents)[1]
 
 
-def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) -> Operands:
-    rows, sizes, routing, _, experts, _ = residuals
-    group, (_, down_bias) = call.dispatch.group, product_biases(experts)
+def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) -> Operands[None]:
+    """The equations at the top of this file, in their order."""
+    x, sizes, routing, products, experts, parameters = residuals
+    group, dtype, (_, b_down) = call.dispatch.group, d_combined.dtype, product_biases(experts)
+    c = _at_rows(group, d_combined, x, routing)
+    w = routing.weight_of_row()
+    a, transposed_unit = jax.vjp(partial(_unit_of_rows, call, routing), products, parameters)
 
-    d_answers: Rows  # not yet weighed
-    if isinstance(rows, GatheredRows):
-        d_answers = dataclasses.replace(rows, matrix=d_combined)
-    else:
-        d_answers = kernels.scatter(group, d_combined, routing)
-    dtype, row_weights = d_combined.dtype, routing.weight_of_row()
-    weighed_inner, d_products, d_row_weights, d_parameters = _unit_cotangents(
-        call, residuals, d_answers, row_weights, dtype
-    )
-    d_down, d_down_bias = _matrix_gradient(weighed_inner, experts.down, d_answers, sizes), None
-    if down_bias is not None:
-        d_down_bias, by_bias = _down_bias_cotangents(down_bias, d_answers, sizes, row_weights, routing)
-        d_row_weights += by_bias
-
-    wide: Any = rows if isinstance(rows, GatheredRows) else as_array(rows, dtype)
+    e = matmul.lhs_gradient(c, as_array(experts.down, dtype), sizes)
+    d_products, d_parameters = transposed_unit(weighed(e, w))
+    wa, dw = weighed(a, w), inner_products(e, a)
+    d_down, db_down = _matrix_gradient(wa, experts.down, c, sizes), None
+    if b_down is not None:
+        db_down, by_bias = _down_bias_cotangents(b_down, c, sizes, w, routing)
+        dw += by_bias
+    wide = x if isinstance(x, GatheredRows) else as_array(x, dtype)
     d_matrices = {
         name: _matrix_gradient(wide, getattr(experts, name), each, sizes)
         for name, each in zip(experts.first_names, d_products, strict=True)
     }
-    matrices = tuple(as_array(matrix, dtype) for matrix in experts.first_matrices)
-    d_rows = matmul.sum_of_lhs_gradients(d_products, matrices, sizes)
-    d_tokens, d_weights = kernels.return_rows(group, d_rows, of_assignments(d_row_weights, routing), routing)
-
-    def biases_of(biases: PyTree) -> PyTree:
-        return product_biases(dataclasses.replace(experts, biases=biases))
-
-    d_first_biases = tuple(
+    dx = matmul.sum_of_lhs_gradients(d_products, tuple(as_array(m, dtype) for m in experts.first_matrices), sizes)
+    d_tokens, d_weights = kernels.return_rows(group, dx, of_assignments(dw, routing), routing)
+    db_first = tuple(
         None if bias is None else sums_by_expert(sizes, each)
         for bias, each in zip(product_biases(experts)[0], d_products, strict=True)
     )
-    (d_biases,) = jax.vjp(biases_of, experts.biases)[1]((d_first_biases, d_down_bias))
+    d_biases = _bias_cotangents(experts, db_first, db_down)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)
     return Operands(d_tokens, None, d_weights, d_experts, d_parameters)
 
 
-def _unit_cotangents(
-    call: ExpertsCall, residuals: Residuals, d_answers: Rows, row_weights: jax.Array, dtype: np.dtype
-) -> tuple[jax.Array, Products, jax.Array, Parameters]:
-    """The unit times the rows' weights; the cotangents of the products by gate and up, of the rows' weights, and of the
-    unit's parameters."""
-    _, sizes, routing, products, experts, parameters = residuals
-    inner, pull = jax.vjp(partial(_unit_of_rows, call, routing), products, parameters)
-    back = matmul.lhs_gradient(d_answers, as_array(experts.down, dtype), sizes)
-    d_products, d_parameters = pull(weighed(back, row_weights))
-    return weighed(inner, row_weights), d_products, inner_products(back, inner), d_parameters
+def _at_rows(group: Group, tokens: jax.Array, like: Rows | Float8Rows, routing: Routing) -> Rows:
+    """Tangents or cotangents [T, H] of tokens, where `like` has the tokens: at rows [C, H], or at indices of them."""
+    if isinstance(like, GatheredRows):
+        return dataclasses.replace(like, matrix=tokens)
+    return kernels.scatter(group, tokens, routing)
+
+
+def _bias_cotangents(experts: Experts, d_first: Sequence[jax.Array | None], d_down: jax.Array | None) -> Biases:
+    """The cotangents of `experts.biases` from those of `product_biases`."""
+
+    def arranged(biases: Biases | None) -> tuple[Sequence[jax.Array | None], jax.Array | None]:
+        return product_biases(dataclasses.replace(experts, biases=biases))
+
+    return jax.vjp(arranged, experts.biases)[1]((d_first, d_down))[0]
 
 
 def _down_bias_cotangents(
