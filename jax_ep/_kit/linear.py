@@ -7,7 +7,7 @@ transpose alone.
 
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -16,6 +16,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_ep._kit.checks import PyTree
 
 Flat = Callable[..., list[jax.Array]]
+_Flats = Sequence[jax.Array]
 _Residuals = TypeVar("_Residuals")
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -81,7 +82,15 @@ def _types(*_: object, jaxpr: ClosedJaxpr, **__: object) -> tuple[object, object
     return jaxpr.out_avals, jaxpr.effects
 
 
-def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int) -> Any:
+def _jvp(
+    primals: _Flats,
+    tangents: Sequence[jax.Array | ad.Zero],
+    *,
+    jaxpr: ClosedJaxpr,
+    forward: Flat,
+    transpose: Flat,
+    num_res: int,
+) -> tuple[_Flats, _Flats]:
     """The tangent in the operands is the function itself; JAX differentiates in the residuals."""
     out = _linear_p.bind(*primals, jaxpr=jaxpr, forward=forward, transpose=transpose, num_res=num_res)
     d_out = _bind(forward, transpose, num_res, (*primals[:num_res], *map(ad.instantiate_zeros, tangents[num_res:])))
@@ -100,8 +109,13 @@ def _jvp(primals: Any, tangents: Any, *, jaxpr: ClosedJaxpr, forward: Flat, tran
 
 
 def _transpose(
-    cotangents: Any, *operands: Any, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int
-) -> Any:
+    cotangents: Sequence[jax.Array | ad.Zero],
+    *operands: PyTree,  # the residuals, and an `ad.UndefinedPrimal` for each operand that has a cotangent
+    jaxpr: ClosedJaxpr,
+    forward: Flat,
+    transpose: Flat,
+    num_res: int,
+) -> list[jax.Array | None]:
     assert not any(map(ad.is_undefined_primal, operands[:num_res]))
     filled = [ad.instantiate_zeros(c) for c in cotangents]
     back = _bind(transpose, forward, num_res, (*operands[:num_res], *filled))
@@ -109,7 +123,9 @@ def _transpose(
     return [None] * num_res + wanted
 
 
-def _batch(operands: Any, dims: Any, *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int) -> Any:
+def _batch(
+    operands: _Flats, dims: Sequence[int | None], *, jaxpr: ClosedJaxpr, forward: Flat, transpose: Flat, num_res: int
+) -> tuple[_Flats, list[int]]:
     """Batches all operands, so that each has a cotangent in every batch."""
     (size,) = {x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None}
     rows = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[num_res:], dims[num_res:], strict=True)]

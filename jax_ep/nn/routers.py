@@ -9,8 +9,9 @@ chooses the experts and computes their weights.
 Values that do not count are replaced before a nonlinearity, never after it: there the gradient would be 0 * NaN.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ import numpy as np
 from jax_ep import pallas_kernels
 from jax_ep._kit import checks
 from jax_ep._kit.batches import by_kernel_on_gpus
-from jax_ep._kit.checks import AxisName
+from jax_ep._kit.checks import AxisName, PyTree
 from jax_ep._kit.linear import linear
 from jax_ep._kit.scopes import op_scope
 from jax_ep.pallas_kernels import Groups
 
 Array = jax.Array | np.ndarray
+_Found = tuple[jax.Array | None, jax.Array]  # a mask, and the experts that were chosen
 
 
 class Routed(NamedTuple):
@@ -113,7 +115,7 @@ def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, b
     chosen = _checked_groups(op, scores.shape[1], top_k, groups, top_groups, best_of_group)
     if chosen.kept == chosen.total:
         return scores
-    choose: Any = partial(_best_groups, chosen)
+    choose: Callable[[jax.Array], jax.Array] = partial(_best_groups, chosen)
     if scores.dtype in checks.TOKEN_DTYPES and pallas_kernels.can_route(scores.shape[1], chosen.total):
         choose = by_kernel_on_gpus(partial(pallas_kernels.best_groups, groups=chosen), choose)
     return _within(chosen, scores, choose(jax.lax.stop_gradient(scores)))
@@ -131,7 +133,7 @@ class _How(NamedTuple):
 def _checked(
     op: str,
     score: Literal["softmax", "sigmoid"],
-    logits: Any,
+    logits: Array,
     top_k: int,
     groups: int,
     top_groups: int | None,
@@ -196,7 +198,7 @@ def _choose(how: _How, logits: jax.Array, given: dict[str, jax.Array]) -> tuple[
             expert_ids = jnp.where(mask[:, None], expert_ids, -1)
         return expert_ids, _weights(how, log_scores, expert_ids)
 
-    def by_kernel(logits: jax.Array, given: dict[str, Any], interpret: bool) -> tuple[jax.Array, jax.Array]:
+    def by_kernel(logits: jax.Array, given: PyTree, interpret: bool) -> tuple[jax.Array, jax.Array]:
         return pallas_kernels.route(logits, **how._asdict(), **given, interpret=interpret)
 
     fits = pallas_kernels.can_route(logits.shape[1], how.groups.total, how.top_k)
@@ -204,25 +206,27 @@ def _choose(how: _How, logits: jax.Array, given: dict[str, jax.Array]) -> tuple[
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _following(how: _How, logits: jax.Array, weights: jax.Array, found: Any) -> jax.Array:
+def _following(how: _How, logits: jax.Array, weights: jax.Array, found: _Found) -> jax.Array:
     """The weights, with their derivative in the logits. `found`: the mask, and the experts that they are of."""
     return weights
 
 
 @_following.defjvp
-def _following_jvp(how: _How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _following_jvp(
+    how: _How, primals: tuple[jax.Array, jax.Array, _Found], tangents: PyTree
+) -> tuple[jax.Array, jax.Array]:
     """The backward pass reads the logits again, and no scores are kept for it."""
     logits, weights, found = primals
 
-    def function(found: Any) -> Any:
+    def function(found: _Found) -> Callable[[jax.Array], jax.Array]:
         mask, expert_ids = found
         return lambda logits: _weights(how, _log_scores(how, logits, mask), expert_ids)
 
-    def forward(residuals: Any, tangent: jax.Array) -> jax.Array:
+    def forward(residuals: tuple[jax.Array, _Found], tangent: jax.Array) -> jax.Array:
         logits, found = residuals
         return jax.jvp(function(found), [logits], [tangent])[1]
 
-    def back(residuals: Any, cotangent: jax.Array) -> jax.Array:
+    def back(residuals: tuple[jax.Array, _Found], cotangent: jax.Array) -> jax.Array:
         logits, found = residuals
         return jax.vjp(function(found), logits)[1](cotangent)[0]
 
@@ -348,6 +352,6 @@ def round_tokens(
     return Routed(jnp.where(taken, expert_ids, -1), kept)
 
 
-def check_mask(op: str, logits: Array, mask: Any) -> None:
+def check_mask(op: str, logits: Array, mask: Array | None) -> None:
     if mask is not None:
         checks.check_array(op, "mask", mask, "[T]", bool, shape=logits.shape[:1])

@@ -17,7 +17,7 @@ from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.linear import linear, without_gradient
 from jax_ep._kit.sums import sorted_with_order
 from jax_ep.ops.sparse.coalesce import with_different_ids
-from jax_ep.ops.sparse.types import Scalar, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
+from jax_ep.ops.sparse.types import Scalar, Shared, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
 
 T = TypeVar("T")  # a pytree
 _TRIAL_COUNTS = np.arange(1, 1025)  # of an optimizer's steps; at 0 some means begin
@@ -32,28 +32,28 @@ class _Layout(NamedTuple):
     structure: Any
     has_rows: list[bool]
 
-    def split(self, state: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+    def split(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
         """The leaves with rows, and the scalars."""
         leaves = list(zip(self.structure.flatten_up_to(state), self.has_rows, strict=True))
         return [x for x, has_rows in leaves if has_rows], [x for x, has_rows in leaves if not has_rows]
 
-    def join(self, rows: Iterable[jax.Array], scalars: Iterable[jax.Array]) -> Any:
+    def join(self, rows: Iterable[jax.Array], scalars: Iterable[jax.Array]) -> Tree:
         of_rows, others = iter(rows), iter(scalars)
         return self.structure.unflatten(next(of_rows if has_rows else others) for has_rows in self.has_rows)
 
 
 class _Plain(NamedTuple):
-    init: Callable[..., Any]
-    update: Callable[..., tuple[Any, Any]]
+    init: Callable[[jax.Array], jax.Array]
+    update: Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Transform(Protocol):
     """What `by_rows` needs of an optax optimizer, which is one."""
 
     @property
-    def init(self) -> Callable[..., Any]: ...
+    def init(self) -> Callable[..., Tree]: ...
     @property
-    def update(self) -> Callable[..., tuple[Any, Any]]: ...
+    def update(self) -> Callable[..., tuple[Tree, Tree]]: ...
 
 
 class RowOptimizer(NamedTuple):
@@ -68,9 +68,9 @@ class RowOptimizer(NamedTuple):
     decay. Updates are float32.
     """
 
-    init: Callable[[Tree], Any]
-    update: Callable[..., tuple[Tree, Any]]
-    step: Callable[[Tree, Any, Tree], tuple[Tree, Any]]
+    init: Callable[[Tree], Tree]
+    update: Callable[..., tuple[Tree, Tree]]
+    step: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]
 
 
 def by_rows(optimizer: Transform) -> RowOptimizer:
@@ -100,7 +100,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     was_tried = False
 
     def init(table: Tree) -> Tree:
-        def of_one(one: jax.Array) -> Any:
+        def of_one(one: jax.Array) -> Tree:
             check_table("init", one)
             _state_types(optimizer, *one.shape)
             return optimizer.init(one.astype(jnp.float32))
@@ -110,7 +110,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         was_tried = was_tried or _check_by_trial(optimizer)
         return state
 
-    def checked(op: str, rows: SparseRows, state: Any, table: Any) -> _Layout:
+    def checked(op: str, rows: SparseRows, state: Tree, table: jax.Array | None) -> _Layout:
         shape = rows.height, rows.values.shape[1]
         structure, types = _state_types(optimizer, *shape)
         leaves, found = jax.tree.flatten(state)
@@ -122,7 +122,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             checks.check_array(op, "table", table, "[V, D] of the gradient", shape=shape)
         return _Layout(structure, [by_row for _, by_row in types])
 
-    def update_one(rows: SparseRows, state: Any, table: Any = None) -> tuple[SparseRows, Any]:
+    def update_one(rows: SparseRows, state: Tree, table: jax.Array | None = None) -> tuple[SparseRows, Tree]:
         layout = checked("update", rows, state, table)
         rows = with_different_ids(rows)
         places = rows.places
@@ -143,14 +143,16 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     def update(gradient: Tree, state: Tree, table: Tree = None) -> tuple[Tree, Tree]:
         return _per_table("update", update_one, gradient, state, *([] if table is None else [table]))
 
-    def step_one(rows: SparseRows, state: Any, table: jax.Array) -> tuple[jax.Array, Any]:
+    def step_one(rows: SparseRows, state: Tree, table: jax.Array) -> tuple[jax.Array, Tree]:
         layout = checked("step", rows, state, table)
 
-        def by_xla(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, Any]:
+        def by_xla(table: jax.Array, state: Tree, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, Tree]:
             updates, state = update_one(SparseRows.from_entries(ids, values, num_rows=rows.height), state, table)
             return apply_updates(table, updates), state
 
-        def of_row(operands: Sequence[jax.Array], scalars: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
+        def of_row(
+            operands: Sequence[jax.Array], scalars: Sequence[jax.Array]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             gradient, table, *states = operands
             updates, new = optimizer.update(gradient, layout.join(states, scalars), table.astype(jnp.float32))
             named, counted = layout.split(new)
@@ -168,12 +170,18 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             _LOGGER.debug("step: XLA updates the rows of %s, as Pallas does not compile %s", table.shape, reason)
             return by_xla(table, state, rows.places, values)
 
-        def one_by_one(table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, *_: Any) -> list[jax.Array]:
+        def one_by_one(table: jax.Array, state: Tree, ids: jax.Array, values: jax.Array, *_: Tree) -> list[jax.Array]:
             table, state = by_xla(table, state, ids, values)
             return [table, *layout.split(state)[0]]
 
         def at_once(
-            table: jax.Array, state: Any, ids: jax.Array, values: jax.Array, shared: Any, scalars: Any, interpret: bool
+            table: jax.Array,
+            state: Tree,
+            ids: jax.Array,
+            values: jax.Array,
+            shared: Shared | None,
+            scalars: Tree,
+            interpret: bool,
         ) -> list[jax.Array]:
             ids, order = sorted_with_order(ids.astype(jnp.int32))
             starts, different, _ = pallas_kernels.runs_of_sorted(ids, rows.height, interpret=interpret)
@@ -209,7 +217,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
     def init(table: jax.Array) -> jax.Array:
         return jnp.full_like(table[:, :1], initial_accumulator)
 
-    def update(gradient: jax.Array, squares: jax.Array, table: Any = None) -> tuple[jax.Array, jax.Array]:
+    def update(gradient: jax.Array, squares: jax.Array, table: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         squares = squares + jnp.mean(gradient**2, axis=1, keepdims=True)
         scale = jnp.where(squares > 0, jax.lax.rsqrt(squares + eps), 0)
         return -learning_rate * scale * gradient, squares
@@ -244,14 +252,14 @@ def apply_updates(table: T, updates: Tree) -> T:
     return jax.tree.map(apply, table, updates)
 
 
-def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[Any, bool]]]:
+def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, list[tuple[tuple[int, ...], bool]]]:
     """The structure of the state of a table, and of each leaf its shape and whether it has a row per row of the table.
 
     A leaf has a row per row if its height follows the table's: `init` is traced for tables of V and of V + 1 rows.
     """
     tables = (jax.ShapeDtypeStruct((height + more, width), jnp.float32) for more in (0, 1))
     here, taller = (jax.tree.flatten(jax.eval_shape(optimizer.init, table)) for table in tables)
-    types: list[tuple[Any, bool]] = []
+    types: list[tuple[tuple[int, ...], bool]] = []
     for x, y in zip(here[0], taller[0], strict=True):
         by_row = x.shape[:1] == (height,) and y.shape == (height + 1, *x.shape[1:])
         if not by_row and (x.ndim or y.ndim or not isinstance(x.dtype, np.dtype)):
@@ -286,7 +294,7 @@ def _check_by_trial(optimizer: Transform) -> bool:
     def draw() -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32))
 
-    def once(table: jax.Array) -> Any:
+    def once(table: jax.Array) -> Tree:
         return optimizer.update(table, optimizer.init(table), table)
 
     try:
@@ -340,7 +348,7 @@ def _as_type(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype)
 
 
-def _per_table(op: str, step: Callable[..., tuple[Any, ...]], gradient: Tree, *others: Tree) -> tuple[Any, ...]:
+def _per_table(op: str, step: Callable[..., tuple[Tree, ...]], gradient: Tree, *others: Tree) -> tuple[Tree, ...]:
     """`step(rows, *others)` of every table: a tree of each of its results."""
     leaves, structure = jax.tree.flatten(gradient, is_leaf=is_sparse_rows)
     if not leaves:

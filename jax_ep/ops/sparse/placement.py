@@ -1,6 +1,6 @@
 """Where the ranks keep the rows of a table: one rule for lookups, for their gradients and for tables."""
 
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax_ep._kit import checks
 
 T = TypeVar("T")  # a pytree
 Placement = Literal["ranges", "mod"]
+Array = jax.Array | np.ndarray
 
 
 class Shards(NamedTuple):
@@ -52,7 +53,7 @@ def shard_table(table: T, ranks: int, *, placement: Placement = "ranges") -> T:
     """
     _check("shard_table", ranks, placement)
 
-    def shard(x: Any) -> Any:
+    def shard(x: Array) -> Array:
         if not np.ndim(x):
             return x
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
@@ -72,7 +73,7 @@ def unshard_table(table: T, ranks: int, *, num_rows: int, placement: Placement =
     _check(op, ranks, placement)
     checks.check_int(op, "num_rows", num_rows)
 
-    def unshard(x: Any) -> Any:
+    def unshard(x: Array) -> Array:
         if not np.ndim(x):
             return x
         rows = -(-num_rows // ranks) * ranks
@@ -90,6 +91,6 @@ def _check(op: str, ranks: int, placement: Placement) -> None:
     checks.check_one_of(op, "placement", placement, Placement)
 
 
-def _transposed(x: Any, shape: tuple[int, int]) -> Any:
+def _transposed(x: Array, shape: tuple[int, int]) -> Array:
     """The rows of `x` by the columns of a matrix of them: what XLA's partitioner knows as one exchange of all ranks."""
     return x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
