@@ -272,7 +272,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], state: dict[str, Tens
         safetensors.torch.save_file(part, folder / file, metadata={"format": "pt"})
     size = sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index) + "\n")
 
 
 def expected(name: str, folder: Path, config: dict[str, Any]) -> dict[str, Tensor] | None:
