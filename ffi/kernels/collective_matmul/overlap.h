@@ -23,7 +23,7 @@ template <class T>
 using RowOf = decltype(row_format(T{}));
 
 template <class Args>
-struct Work {
+struct OverlapWork {
   Comm comm;
   Args args;
   int communicating;        // CTAs
@@ -45,7 +45,7 @@ JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
 
 // An exchange has the spec of a reduction.
 template <class Args>
-JAX_EP_FN auto results_of(const Work<Args>& work) {
+JAX_EP_FN auto results_of(const OverlapWork<Args>& work) {
   using Spec = std::conditional_t<std::is_same_v<Args, MatmulExchangeArgs>, MatmulReduceArgs, Args>;
   return Results<Spec>(work.args, work.comm.size);
 }
@@ -53,7 +53,7 @@ JAX_EP_FN auto results_of(const Work<Args>& work) {
 // Debug: some CTAs fill the results, before any tile is stored there and any peer may write to them. All warps call,
 // before they multiply. The CTAs wait for each other, so all must find an SM.
 template <class Args>
-JAX_EP_FN void poison_results(const Work<Args>& work, int first_cta, int ctas) {
+JAX_EP_FN void poison_results(const OverlapWork<Args>& work, int first_cta, int ctas) {
   const Role role = whole_ctas(first_cta, ctas);
   if (!work.comm.poison || !role.is_mine()) return;
   const Coop coop = role.coop();
@@ -87,13 +87,13 @@ template <class Args>
 using AuxOf = decltype(aux_of(Args{}));
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
-JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const Work<Args>& work);
+JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const OverlapWork<Args>& work);
 
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)
     overlapped_kernel(const __grid_constant__ CUtensorMap lhs, const __grid_constant__ CUtensorMap rhs,
                       const __grid_constant__ CUtensorMap out_map, const __grid_constant__ OwnMap<Args> own, void* out,
-                      const __grid_constant__ gemm::Problem problem, const __grid_constant__ Work<Args> work) {
+                      const __grid_constant__ gemm::Problem problem, const __grid_constant__ OverlapWork<Args> work) {
   extern __shared__ __align__(1024) char memory[];
   run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{lhs, rhs, out_map, own, out, problem}, work);
 }
@@ -111,7 +111,7 @@ Waiter aux_of(const AllGatherMatmulArgs&);
 struct GatherHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Waiter;
-  const Work<AllGatherMatmulArgs>& work;
+  const OverlapWork<AllGatherMatmulArgs>& work;
   const CUtensorMap& own;
   const gemm::Problem& problem;
   Waiter& aux;
@@ -171,7 +171,7 @@ struct GatherHooks {
 
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<AllGatherMatmulArgs>& operands,
-                              const Work<AllGatherMatmulArgs>& work) {
+                              const OverlapWork<AllGatherMatmulArgs>& work) {
   poison_results(work, work.first_communicating, work.communicating);
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
   if (threadIdx.x == 0) aux.ready = 0;  // before all warps meet
@@ -206,7 +206,7 @@ template <class T>
 struct ReduceHooks {
   static constexpr bool kAwaitStores = true;
   using Aux = Reducers;
-  const Work<MatmulReduceArgs>& work;
+  const OverlapWork<MatmulReduceArgs>& work;
   const gemm::Problem& problem;
   Reducers& aux;
 
@@ -262,7 +262,7 @@ struct ReduceHooks {
 
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& operands,
-                              const Work<MatmulReduceArgs>& work) {
+                              const OverlapWork<MatmulReduceArgs>& work) {
   using Hooks = ReduceHooks<RowOf<Out>>;
   poison_results(work, work.first_communicating, work.communicating);
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;

@@ -37,7 +37,7 @@ struct ExchangeHooks {
   using Aux = Exchanged;
   using T = RowOf<Out>;
 
-  const Work<MatmulExchangeArgs>& work;
+  const OverlapWork<MatmulExchangeArgs>& work;
   const gemm::Problem& problem;
   Exchanged& aux;
   int cta, ctas;
@@ -121,7 +121,7 @@ struct ExchangeHooks {
 
 template <class In, class Out, int kBlockN, bool kMnB>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& operands,
-                              const Work<MatmulExchangeArgs>& work) {
+                              const OverlapWork<MatmulExchangeArgs>& work) {
   const int cta = blockIdx.x, ctas = gridDim.x;
   poison_results(work, 0, ctas);
   Exchanged& aux = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->aux;

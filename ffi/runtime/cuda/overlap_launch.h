@@ -11,9 +11,9 @@ namespace jax_ep {
 
 template <class Args>
 using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<Args>, void*, gemm::Problem,
-                                  Work<Args>);
-static_assert(parameter_bytes<gemm::Problem, Work<AllGatherMatmulArgs>>() <= kMaxParameterBytes &&
-              parameter_bytes<gemm::Problem, Work<MatmulReduceArgs>>() <= kMaxParameterBytes);
+                                  OverlapWork<Args>);
+static_assert(parameter_bytes<gemm::Problem, OverlapWork<AllGatherMatmulArgs>>() <= kMaxParameterBytes &&
+              parameter_bytes<gemm::Problem, OverlapWork<MatmulReduceArgs>>() <= kMaxParameterBytes);
 
 template <class Args, class In, class Out, int kBlockN, bool kMnB>
 constexpr gemm::Variant<OverlappedKernel<Args>> kOverlapped{
@@ -86,7 +86,7 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   // Gathers send from the first CTAs, which start first; reductions wait for peers in the last.
   constexpr bool kSends = std::is_same_v<Args, AllGatherMatmulArgs>;
   const int first = kSends ? 0 : config.ctas() - config.communicating;
-  const Work<Args> work{comm, args, config.communicating, first, config.block_n};
+  const OverlapWork<Args> work{comm, args, config.communicating, first, config.block_n};
   const auto error = gemm::describe_error(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,
                                                       static_cast<void*>(matmul.out), problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
