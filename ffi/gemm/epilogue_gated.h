@@ -166,14 +166,14 @@ struct StoreGatedFloat8 {
     for (int i = 0; i < 2 * kHalves; ++i) {
       const uint32_t largest = made[i / 2].largest(i % 2);
       if (lane % 4 == 0)
-        shared.more().largest[warpgroup][i / 2 * kSlice + first + i % 2 * 8] = static_cast<uint16_t>(largest);
+        shared.beside_result().largest[warpgroup][i / 2 * kSlice + first + i % 2 * 8] = static_cast<uint16_t>(largest);
     }
     ptx::sync_some(1, kConsumers);
 #pragma unroll
     for (int i = 0; i < 2 * kHalves; ++i) {
       const int smem_row = i / 2 * kSlice + first + i % 2 * 8, row = tile.row + smem_row;
-      const uint32_t bits =
-          max(uint32_t{shared.more().largest[0][smem_row]}, uint32_t{shared.more().largest[1][smem_row]});
+      const uint32_t bits = max(uint32_t{shared.beside_result().largest[0][smem_row]},
+                                uint32_t{shared.beside_result().largest[1][smem_row]});
       const float largest = __uint_as_float(bits << 16);
       const float factor = factor_for(largest);
       if (warpgroup == 0 && lane % 4 == 0 && row < tile.row_end)

@@ -20,18 +20,20 @@ struct StageScales {
   }
 };
 
-// Results have 8 bits a value and take half of `out`. `More` is in the other half.
+// Results have 8 bits a value and take half of `out`. `BesideResult` is in the other half.
 struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
-  struct More {
+  struct BesideResult {
     StageScales scales[kStages];
     uint16_t largest[2][kBlockM];  // by warpgroup and row of the tile: bits of the largest magnitude
   };
 
   JAX_EP_FN char* values() { return out[0][0]; }
-  JAX_EP_FN More& more() { return *reinterpret_cast<More*>(values() + kBlockM * kSwizzleBytes); }
-  JAX_EP_FN StageScales& scales(int stage) { return more().scales[stage]; }
+  JAX_EP_FN BesideResult& beside_result() {
+    return *reinterpret_cast<BesideResult*>(values() + kBlockM * kSwizzleBytes);
+  }
+  JAX_EP_FN StageScales& scales(int stage) { return beside_result().scales[stage]; }
 };
-static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::More) <= sizeof(GatedFloat8Memory::out));
+static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::BesideResult) <= sizeof(GatedFloat8Memory::out));
 
 // Where the scales of a tile's columns begin, of gate or of up.
 JAX_EP_FN const float* weight_scales(const GroupedMatmul& x, const Problem& problem, const Tile& tile, int is_up) {
