@@ -214,9 +214,9 @@ __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& s
 }
 
 template <class Tiles>
-class Steps {
+class ContractionSteps {
  public:
-  JAX_EP_FN explicit Steps(const Tiles& tiles) : tiles_(tiles) { tile_.k_end = k_ = 0; }
+  JAX_EP_FN explicit ContractionSteps(const Tiles& tiles) : tiles_(tiles) { tile_.k_end = k_ = 0; }
 
   // Where the next step begins in the contraction, or -1 after the last.
   JAX_EP_FN int next() {
@@ -239,7 +239,7 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
                                      Part cta) {
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
-  Steps steps(Mainloop::tiles(shared, problem, cta));
+  ContractionSteps steps(Mainloop::tiles(shared, problem, cta));
   int ahead = 0;  // steps with rows found and not yet announced
   for (FoundRows found; ahead < Memory::kStages; ++ahead) {
     const int k = steps.next();
