@@ -21,7 +21,8 @@ int tiles_of(const Shape& shape, int block_n) {
 int columns_lost(const Shape& shape, bool stores_alone) {
   const bool k_grouped = shape.grouping == Grouping::k_grouped;
   const int contraction = larger(k_grouped ? shape.k / shape.groups : shape.k, kBlockK);
-  return (stores_alone ? kH200.store_columns / contraction : 0) + kH200.load_columns * (k_grouped ? 2 : 1);
+  return (stores_alone ? kH200ProductRates.store_columns / contraction : 0) +
+         kH200ProductRates.load_columns * (k_grouped ? 2 : 1);
 }
 
 // The time of all tiles of fixed height, in columns that a tile multiplies: waves times width.
@@ -45,18 +46,19 @@ Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
   // With so few rows every tile takes the time that its weights take to load.
   const bool is_static = shape.m <= shape.groups * kRowStep;
-  return {kMaxRows, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false, /*swap_ab=*/true, is_static};
+  return {kMaxRows, kH200ProductRates.band, smaller(pairs, sms / kCluster) * kCluster,
+          false,    /*swap_ab=*/true,       is_static};
 }
 
 Config plan_width(const Shape& shape, int sms, int block_n) {
   const int pairs = ceil_div(tiles_of(shape, block_n), kCluster);
-  return {block_n, kH200.band, smaller(pairs, sms / kCluster) * kCluster, false};
+  return {block_n, kH200ProductRates.band, smaller(pairs, sms / kCluster) * kCluster, false};
 }
 
 }  // namespace
 
 bool should_split(int block_n, int k, int tiles, int sms) {
-  return block_n == 128 && k >= kH200.least_split && tiles * kCluster <= sms;
+  return block_n == 128 && k >= kH200ProductRates.least_split && tiles * kCluster <= sms;
 }
 
 Config plan_tiles(const Shape& shape, int sms) {
@@ -74,7 +76,7 @@ Config plan_tiles(const Shape& shape, int sms) {
 Config plan_fixed(const Shape& shape, int sms) {
   if (const int tiles = tiles_of(shape, 128);
       shape.grouping != Grouping::k_grouped && should_split(128, shape.k, tiles, sms))
-    return {128, kH200.band, tiles * kCluster, true};
+    return {128, kH200ProductRates.band, tiles * kCluster, true};
   int block_n = 256;
   if (shape.grouping == Grouping::k_grouped && cost_of(shape, sms, 192) < cost_of(shape, sms, block_n)) block_n = 192;
   if (cost_of(shape, sms, 128) < cost_of(shape, sms, block_n)) block_n = 128;

@@ -36,7 +36,7 @@ struct Rates {
   int load_columns = 12;
   int least_split = 1024;  // the least k that two CTAs split: gemm_bench time, products of 64 and 128 rows
 };
-constexpr Rates kH200;
+constexpr Rates kH200ProductRates;
 
 Config plan_tiles(const Shape& shape, int sms);
 

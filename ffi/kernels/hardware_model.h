@@ -1,9 +1,9 @@
 // A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h and kernels/collective_matmul/plan.h turn a shape and a HardwareModel into a launch. All rates, kH200
-// here and gemm::kH200 for products alone, were fitted on an H200, and plans use them for every GPU. On another GPU a
-// plan is valid, but may not be the fastest. The comment of a rate names the command that measures it again:
-// kernels_bench, gemm_bench and overlap_bench are built from benchmarks/kernels.
+// kernels/plan.h and kernels/collective_matmul/plan.h turn a shape and a HardwareModel into a launch. All rates,
+// kH200Rates here and gemm::kH200ProductRates for products alone, were fitted on an H200, and plans use them for every
+// GPU. On another GPU a plan is valid, but may not be the fastest. The comment of a rate names the command that
+// measures it again: kernels_bench, gemm_bench and overlap_bench are built from benchmarks/kernels.
 #pragma once
 
 namespace jax_ep {
@@ -71,14 +71,14 @@ struct Rates {
   ReduceRates reduce;
   ExchangeRates exchange;
 };
-constexpr Rates kH200{};
+constexpr Rates kH200Rates{};
 
 struct HardwareModel {
   int sms;           // that an op may take
   int row_sms;       // that an op on rows may take
   int shared_bytes;  // that a CTA may have
   int warp_lanes;    // threads of a warp
-  Rates rates = kH200;
+  Rates rates = kH200Rates;
 };
 
 HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes);

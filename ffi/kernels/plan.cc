@@ -8,7 +8,8 @@
 namespace jax_ep {
 namespace {
 
-static_assert(kH200.rows.union_ctas * kMaxCtaCoops <= kMaxCoops, "the scratch of sparse_union has room for no more");
+static_assert(kH200Rates.rows.union_ctas * kMaxCtaCoops <= kMaxCoops,
+              "the scratch of sparse_union has room for no more");
 
 int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
   const auto* const rule =
