@@ -16,7 +16,8 @@ JAX_EP_FN void sum_by_value(const Coop& coop, const Sinks& sinks, int width, Tot
   for (int first = 0; first < width; first += Coop::lanes) {
     const int at = smaller(first + coop.lane, width - 1);
     const float total = total_at(at);
-    for_each_term(sinks, [&](const Term<char>& sink) { from_float(total, reinterpret_cast<Out*>(sink.row) + at); });
+    for_each_term(sinks,
+                  [&](const WeightedRow<char>& sink) { from_float(total, reinterpret_cast<Out*>(sink.row) + at); });
   }
 }
 
@@ -64,7 +65,7 @@ class DirectSum {
         for (float& each : total[k]) each *= scale;
         Pack<Out, kPackValues<In>> rounded;
         from_floats(total[k], rounded.values);
-        for_each_term(sinks, [&](const Term<char>& sink) {
+        for_each_term(sinks, [&](const WeightedRow<char>& sink) {
           rounded.store(reinterpret_cast<Out*>(sink.row) + at(first, k), width - at(first, k));
         });
       }
@@ -91,19 +92,19 @@ class FewRows {
   template <class Rows>
   JAX_EP_FN explicit FewRows(const Rows& rows) {
     auto walk = rows.walk();
-    Term<Row> next = walk.next();
+    WeightedRow<Row> next = walk.next();
     for (; next.row && count_ < kMax; next = walk.next()) rows_[count_++] = next;
     all_ = !next.row;
   }
 
   JAX_EP_FN bool all() const { return all_; }
   JAX_EP_FN int count() const { return count_; }
-  JAX_EP_FN const Term<Row>* begin() const { return rows_; }
-  JAX_EP_FN const Term<Row>* end() const { return rows_ + count_; }
+  JAX_EP_FN const WeightedRow<Row>* begin() const { return rows_; }
+  JAX_EP_FN const WeightedRow<Row>* end() const { return rows_ + count_; }
 
  private:
   static constexpr int kMax = 64;
-  Term<Row> rows_[kMax];
+  WeightedRow<Row> rows_[kMax];
   int count_ = 0;
   bool all_;
 };

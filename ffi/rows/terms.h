@@ -10,7 +10,7 @@ namespace jax_ep {
 
 // A row and its factor. A null row stands for no row.
 template <class Row>
-struct Term {
+struct WeightedRow {
   Row* row;
   float weight;
 };
@@ -21,7 +21,8 @@ class LaneTerms {
  public:
   using Lanes = std::conditional_t<(Coop::lanes > 32), uint64_t, uint32_t>;  // a bit each
 
-  JAX_EP_FN LaneTerms(const Coop& coop, Term<Row> mine, Lanes holders) : coop_(&coop), mine_(mine), holders_(holders) {}
+  JAX_EP_FN LaneTerms(const Coop& coop, WeightedRow<Row> mine, Lanes holders)
+      : coop_(&coop), mine_(mine), holders_(holders) {}
   JAX_EP_FN LaneTerms() : coop_(nullptr), mine_{nullptr, 0}, holders_(0) {}
 
   JAX_EP_FN bool cached() const { return true; }
@@ -37,7 +38,7 @@ class LaneTerms {
   class Walk {
    public:
     JAX_EP_FN explicit Walk(const LaneTerms& terms) : terms_(&terms), left_(terms.holders_) {}
-    JAX_EP_FN Term<Row> next() {
+    JAX_EP_FN WeightedRow<Row> next() {
       if (!left_) return {nullptr, 0};
       const int lane = lowest_bit(left_);
       left_ &= left_ - 1;
@@ -53,7 +54,7 @@ class LaneTerms {
 
  private:
   const Coop* coop_;
-  Term<Row> mine_;
+  WeightedRow<Row> mine_;
   Lanes holders_;
 };
 
@@ -63,7 +64,7 @@ class Terms {
  public:
   JAX_EP_FN Terms(const Coop& coop, int count, TermOf term_of) : coop_(coop), term_of_(term_of), count_(count) {
     if (!cached()) return;
-    Term<Row> mine{nullptr, 0};
+    WeightedRow<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(coop.lane < count ? coop.lane : count - 1);  // all lanes ask together
     if (coop.lane >= count) mine.row = nullptr;
     held_ = {coop, mine, static_cast<typename LaneTerms<Row>::Lanes>(coop.ballot(mine.row))};
@@ -79,10 +80,10 @@ class Terms {
    public:
     JAX_EP_FN explicit Walk(const Terms& terms) : terms_(&terms), held_(terms.held_.walk()) {}
 
-    JAX_EP_FN Term<Row> next() {
+    JAX_EP_FN WeightedRow<Row> next() {
       if (terms_->cached()) return held_.next();
       while (index_ < terms_->count_)
-        if (const Term<Row> term = terms_->term_of_(index_++); term.row) return term;
+        if (const WeightedRow<Row> term = terms_->term_of_(index_++); term.row) return term;
       return {nullptr, 0};
     }
 

@@ -22,7 +22,7 @@ class MessageStream {
   // Begins a row, if it is not null, and completes the one before.
   template <class Sinks>
   JAX_EP_FN void begin(const char* row, const Sinks& sinks) {
-    const auto rows = terms_of<const char>(coop_, 1, [row](int) { return Term<const char>{row, 1.0f}; });
+    const auto rows = terms_of<const char>(coop_, 1, [row](int) { return WeightedRow<const char>{row, 1.0f}; });
     const Cut cut{Work::row_bytes(hidden_), work_.batch_bytes()};
     const bool bulk = row && stream_.in_bulk() && sinks.cached();
     if (bulk) stream_.ask_for(rows.in_lanes(), cut);

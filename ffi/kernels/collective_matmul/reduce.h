@@ -146,11 +146,11 @@ class MatmulReduce {
                   begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
     if (begin >= end) return;
     const auto terms = terms_of<const T>(op_.coop, op_.comm.size, [&](int rank) {
-      return Term<const T>{reinterpret_cast<const T*>(partials_.peer(rank)) + begin, 1.0f};
+      return WeightedRow<const T>{reinterpret_cast<const T*>(partials_.peer(rank)) + begin, 1.0f};
     });
     const auto sinks = terms_of<char>(op_.coop, args_.reduce_scatter ? 1 : op_.comm.size, [&](int i) {
       char* result = args_.reduce_scatter ? args_.result : results_.peer(i);
-      return Term<char>{result + (begin - int64_t{rows_.kept.begin} * args_.n) * sizeof(T), 1.0f};
+      return WeightedRow<char>{result + (begin - int64_t{rows_.kept.begin} * args_.n) * sizeof(T), 1.0f};
     });
     sums_.sum(terms, sinks, static_cast<int>(end - begin < part_values_ ? end - begin : part_values_));
   }

@@ -161,7 +161,7 @@ class Combine {
     const int64_t at = table(source, token) + k;
     return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
   }
-  JAX_EP_FN Term<const T> own_term(Assigned assigned, int column) {
+  JAX_EP_FN WeightedRow<const T> own_term(Assigned assigned, int column) {
     const int row = row_bound_.index(assigned.row);
     return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, assigned.weight};
   }
@@ -172,7 +172,7 @@ class Combine {
   }
 
   JAX_EP_FN auto sink(T* row) const {
-    return terms_of<char>(op_.coop, 1, [row](int) { return Term<char>{reinterpret_cast<char*>(row), 1.0f}; });
+    return terms_of<char>(op_.coop, 1, [row](int) { return WeightedRow<char>{reinterpret_cast<char*>(row), 1.0f}; });
   }
 
   // Begins to sum this rank's rows of a token of `source` into the landing at `source`. Returns whether there are rows.
@@ -241,7 +241,7 @@ class Combine {
     const int me = op_.comm.rank, own_end = me + args_.top_k, count = op_.comm.size - 1 + args_.top_k;
     const uint64_t owners = owners_of(token, known.target);
     const T* landing = reinterpret_cast<const T*>(args_.landing);
-    const auto terms = terms_of<const T>(op_.coop, count, [&](int i) -> Term<const T> {
+    const auto terms = terms_of<const T>(op_.coop, count, [&](int i) -> WeightedRow<const T> {
       const bool mine = i == op_.coop.lane || op_.coop.lane >= count;
       if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
       const int rank = i < me ? i : i - args_.top_k + 1;

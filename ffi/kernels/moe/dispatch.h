@@ -141,7 +141,7 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
   return token < 0 ? nullptr : args.tokens + int64_t{token} * args.hidden * sizeof(T);
 }
 
-JAX_EP_FN Term<char> term(char* row) { return {row, 1.0f}; }
+JAX_EP_FN WeightedRow<char> term(char* row) { return {row, 1.0f}; }
 
 // Tokens travel in their dtype. If the op expands, this rank's own eager tokens do not travel; expand() copies them.
 class PlainDispatch {

@@ -241,7 +241,7 @@ class SparseReduce {
     char* there = landing_.claim(row.owner, row.place);
     if (!there) return;  // the owner fetches it
     sums_.sum(terms_of<const T>(op_.coop, 1, [&](int) { return own_term(row.place); }),
-              terms_of<char>(op_.coop, 1, [there](int) { return Term<char>{there, 1.0f}; }), args_.hidden);
+              terms_of<char>(op_.coop, 1, [there](int) { return WeightedRow<char>{there, 1.0f}; }), args_.hidden);
   }
 
   JAX_EP_FN void sum(const Row& row) {
@@ -250,7 +250,7 @@ class SparseReduce {
     const int64_t offset = int64_t{row.place - places_of(row.home).begin} * row_bytes_;
     const auto sinks = terms_of<char>(coop, args_.sharded ? 1 : ranks, [&](int i) {
       const int rank = args_.sharded ? row.home : (op_.comm.rank + i) % ranks;
-      return Term<char>{results_.peer(rank) + offset, 1.0f};
+      return WeightedRow<char>{results_.peer(rank) + offset, 1.0f};
     });
     const float scale = args_.by_count ? 1.0f / static_cast<float>(row.held.entries) : args_.scale;
     if (kFloats || !row.held.crowded)
@@ -262,7 +262,7 @@ class SparseReduce {
   }
 
   // The partial sum that a rank adds to a row: in the landing, or at the rank.
-  JAX_EP_FN Term<const T> term_of(int rank, const Row& row, float weight) const {
+  JAX_EP_FN WeightedRow<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
     const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.place);
     return {landed ? reinterpret_cast<const T*>(landed) : held_by(rank, row.place), weight};
@@ -273,7 +273,7 @@ class SparseReduce {
       if (runs_.entries(rank, place) > 1) return partial_of(rank, place);
     return values_.peer(rank) + int64_t{runs_.first(rank, place)} * args_.hidden;
   }
-  JAX_EP_FN Term<const T> own_term(int place) const { return {held_by(op_.comm.rank, place), 1.0f}; }
+  JAX_EP_FN WeightedRow<const T> own_term(int place) const { return {held_by(op_.comm.rank, place), 1.0f}; }
   JAX_EP_FN const float* partial_of(int rank, int place) const {
     if (runs_.entries(rank, place) == 0) return nullptr;
     return partials_.peer(rank) + int64_t{runs_.first(rank, place)} * args_.hidden;

@@ -255,7 +255,7 @@ class RunSums {
   JAX_EP_FN void sum_rows(const In* rows, int position, int count, int step, Range columns) const {
     float* sum = args_.partials + int64_t{lists_.entry(position)} * args_.hidden + columns.begin;
     const auto sink =
-        terms_of<char>(op_.coop, 1, [sum](int) { return Term<char>{reinterpret_cast<char*>(sum), 1.0f}; });
+        terms_of<char>(op_.coop, 1, [sum](int) { return WeightedRow<char>{reinterpret_cast<char*>(sum), 1.0f}; });
     int mine = 0;  // each lane loads one entry ahead
     const auto row_of = [&](int i) {
       if (i % Coop::lanes == 0 && i + op_.coop.lane < count) mine = lists_.entry(position + (i + op_.coop.lane) * step);

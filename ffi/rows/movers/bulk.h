@@ -219,7 +219,7 @@ class BulkWriter {
     if (sinks.cached()) {
       if (char* mine = sinks.in_lanes().mine()) ptx::store(mine + offset, from, bytes);
     } else {
-      for_each_term(sinks, [&](const Term<char>& sink) {
+      for_each_term(sinks, [&](const WeightedRow<char>& sink) {
         if (coop_.lane == 0) ptx::store(sink.row + offset, from, bytes);
       });
     }

@@ -56,7 +56,7 @@ class PlainWriter {
 
   template <class Sinks, class Fill>
   JAX_EP_FN void put(const Sinks& sinks, int64_t offset, int, Fill fill) {
-    for_each_term(sinks, [&](const Term<char>& sink) { fill(sink.row + offset); });
+    for_each_term(sinks, [&](const WeightedRow<char>& sink) { fill(sink.row + offset); });
   }
   template <class Sinks, class Fill>
   JAX_EP_FN void put_directly(const Sinks& sinks, int64_t offset, int bytes, Fill fill) {
