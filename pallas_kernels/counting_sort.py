@@ -20,9 +20,7 @@ BLOCK = 64  # ids of a program, and of the others that it compares at once
 MOST_IDS = 2048
 
 
-def counting_sort(
-    ids: jax.Array, groups: int, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sorts ids in [0, groups). Equal ids stay in order, and ids outside come last.
 
     Args:
@@ -64,9 +62,8 @@ def _place(ids: Any, place: Any, order: Any, sizes: Any) -> None:
         other, exists = _load(ids, at, groups)[None, :], (at < count)[None, :]
         earlier = (other < own) | ((other == own) & (at[None, :] < mine[:, None]))
         here = other == mine[:, None]  # a block of groups has the numbers of a block of ids
-        return tuple(
-            total + jnp.sum(exists & each, axis=1, dtype=jnp.int32) for total, each in zip(sums, (earlier, here))
-        )
+        before, size = (jnp.sum(exists & each, axis=1, dtype=jnp.int32) for each in (earlier, here))
+        return sums[0] + before, sums[1] + size
 
     zeros = jnp.zeros(BLOCK, jnp.int32)
     before, size = jax.lax.fori_loop(np.int32(0), np.int32(pl.cdiv(count, BLOCK)), add, (zeros, zeros))

@@ -12,7 +12,8 @@ import pytest
 from conftest import OpenGroup, Rng
 
 from jax_ep import Experts, Group, MismatchError, dispatch, moe_mlp
-from jax_ep.ops.moe import settings
+from jax_ep.ops.matmul.rows import ZERO_ROW
+from jax_ep.ops.moe import settings, xla
 
 P = jax.sharding.PartitionSpec
 
@@ -35,6 +36,33 @@ def test_drops(group: Group, rng: Rng) -> None:
     np.testing.assert_array_equal(stats.counts.reshape(-1), wanted)
     np.testing.assert_array_equal(stats.dropped, np.maximum(wanted.reshape(2, -1).sum(axis=1) - rows, 0))
     assert stats.dropped.sum() > 0
+
+
+@pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("capacity", [24, 40, 8])
+def test_rows_of_one_rank(capacity: int, rng: Rng) -> None:
+    """Where nothing moves, tokens are in the order of experts, also if some find no room."""
+    tokens, experts = rng.standard_normal((12, 8)).astype(np.float32), 5
+    ids, weights = rng.integers(-1, experts + 1, size=(12, 2), dtype=np.int32), rng.random((12, 2), np.float32)
+    config = settings.DispatchConfig(1, experts, capacity, alignment=1, wire=None, drop=True)
+    found = jax.jit(xla.dispatch_in_place, static_argnums=0)(config, tokens, ids, weights)
+    flat = ids.reshape(-1)
+    order = np.argsort(np.where((flat >= 0) & (flat < experts), flat, experts), kind="stable")
+    sizes = np.bincount(flat[(flat >= 0) & (flat < experts)], minlength=experts)
+    np.testing.assert_array_equal(found.routing.counts.reshape(-1), sizes)
+    if capacity >= flat.size:
+        np.testing.assert_array_equal(found.group_sizes, sizes)
+        rows = np.where(np.arange(capacity) < sizes.sum(), np.resize(order // 2, capacity), ZERO_ROW)
+        np.testing.assert_array_equal(found.indices, rows)
+    kept = found.group_sizes.sum()
+    assert kept == min(capacity, sizes.sum())
+    assert found.routing.dropped == sizes.sum() - kept
+    named = np.asarray(found.routing.row_of[0])
+    for (token, k), row in np.ndenumerate(named):
+        if row >= 0:
+            assert found.indices[row] == token
+            assert np.searchsorted(np.cumsum(found.group_sizes), row, side="right") == ids[token, k]
+    assert sorted(named[named >= 0]) == list(range(kept))
 
 
 @pytest.mark.usefixtures("native")

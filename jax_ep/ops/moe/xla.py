@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ep import pallas_kernels
+from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.checks import AxisName
 from jax_ep._kit.float8 import packed, rows_from_float8, rows_to_float8, unpacked
 from jax_ep._kit.linear import without_gradient
@@ -96,12 +98,39 @@ def dispatch_in_place(
     config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Unexpanded:
     """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
-    shape = expert_ids.shape
-    placed = layout(expert_ids.reshape(-1), config, 1)
+    placed, order = _sorted(config, expert_ids.reshape(-1))
     routing = routing_of(placed, weights[None], 0, config, expert_ids)
-    token = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], (1, *shape))
-    indices = routing.by_row(token, ZERO_ROW)
+    indices = jnp.where(order >= 0, order // max(expert_ids.shape[1], 1), ZERO_ROW)
     return Unexpanded(tokens, *checkpoint_name((placed.group_sizes[0], routing, indices), DISPATCHED))
+
+
+def _sorted(config: DispatchConfig, ids: jax.Array) -> tuple[Layout, jax.Array]:
+    """Where the assignments [N] of one rank lie, and the assignment of each row, [C] int32; -1 for none.
+
+    On GPUs one kernel sorts the few of a layer that decodes, where XLA launches eight.
+    """
+    capacity = config.capacity
+
+    def by_xla(ids: jax.Array) -> tuple[Layout, jax.Array]:
+        placed = layout(ids, config, 1)
+        row = jnp.where(placed.row >= 0, placed.row, capacity)
+        order = jnp.full_like(row, -1, shape=capacity)
+        return placed, order.at[row].set(jnp.arange(ids.size, dtype=jnp.int32), mode="drop")
+
+    def by_kernel(ids: jax.Array, interpret: bool) -> tuple[Layout, jax.Array]:
+        row, order, sizes = pallas_kernels.counting_sort(ids, config.num_experts, interpret=interpret)
+        placed = Layout(
+            owner=jnp.zeros_like(row),
+            row=row,
+            dropped=jnp.zeros_like(row, bool),
+            group_sizes=sizes[None],
+            counts=sizes[None],
+            needed=sizes.sum(dtype=jnp.int32)[None],
+        )
+        return placed, jnp.pad(order, (0, capacity - ids.size), constant_values=-1)
+
+    few = 0 < ids.size <= min(pallas_kernels.MOST_IDS, capacity) and config.alignment == 1
+    return by_kernel_on_gpus(by_kernel, by_xla)(ids) if few else by_xla(ids)
 
 
 def add_rows_of_tokens(total: jax.Array, rows: jax.Array, row_of: jax.Array, weights: jax.Array | None) -> jax.Array:
