@@ -27,10 +27,11 @@ def profile(path: str | Path) -> Iterator[None]:
     Open the file in https://ui.perfetto.dev or chrome://tracing. A process of the trace is a rank (pid: the rank, for
     the first line of the first group; further lines and groups follow), a thread is the first sender warp of a CTA
     (tid: 2 * cta) or its first receiver warp (2 * cta + 1), and one thread stands for a rank of the CPU. A slice is an
-    op, or in it a phase: "count" ids, "post" counts and addresses to the peers, "wait" for a peer, "layout" of rows,
-    "place" (the row of every assignment), "barrier" among the CTAs of a rank, "send" rows, "pad" segments with
-    zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
-    `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
+    op, or in it a phase: "arrive", on the CPU, until all ranks of the process have called the op; "count" ids, "post"
+    counts and addresses to the peers, "wait" for a peer, "layout" of rows, "place" (the row of every assignment),
+    "barrier" among the CTAs of a rank, "send" rows, "pad" segments with zeros, "expand" rows that arrived, "reduce"
+    them to sums, "give up" after a failure. Every slice has `args`: the `op` and its `epoch`, the number of the op on
+    that rank. Times are microseconds of the host's monotonic clock.
 
     Covers all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
     with implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if

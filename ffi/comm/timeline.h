@@ -26,7 +26,8 @@ enum class Phase : int32_t {
   pad,
   expand,
   reduce,
-  give_up
+  give_up,
+  arrive  // on the CPU: the rank waits until all ranks of its process have called the op
 };
 
 struct Event {

@@ -47,8 +47,8 @@ Span span_between(const Event& event, const Event& next, std::size_t track, cons
 }  // namespace
 
 const char* name_of(Phase phase) {
-  static constexpr const char* kNames[] = {"none",    "poison", "count", "post",   "wait",   "layout", "place",
-                                           "barrier", "send",   "pad",   "expand", "reduce", "give up"};
+  static constexpr const char* kNames[] = {"none",    "poison", "count", "post",   "wait",   "layout",  "place",
+                                           "barrier", "send",   "pad",   "expand", "reduce", "give up", "arrive"};
   return kNames[static_cast<int>(phase)];
 }
 

@@ -1,6 +1,7 @@
 // Starts an op on the CPU: parks the call with its group, and returns a future to XLA.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -35,9 +36,21 @@ inline ffi::Future fail_call(ffi::Error error) {
   return future;
 }
 
+// Notes in the timeline that a rank came to its next op at `arrived_ns`, or when it left the op before, if that was
+// later.
+inline void note_arrival(const SignalPad* signal_pad, OpKind op, uint64_t arrived_ns) {
+  Track* const track = find_track(signal_pad, Coop{});
+  if (!track) return;
+  const uint64_t count = load_relaxed(&track->count);
+  const uint64_t left_ns = count ? load_relaxed(&track->events[(count - 1) & track->mask].ns) : 0;
+  append(track, load_relaxed(&signal_pad->epoch) + 1, op, Phase::arrive);
+  store_relaxed(&track->events[count & track->mask].ns, std::max(arrived_ns, left_ns));
+}
+
 template <class Args>
-void run_here(Group& group, RankId rank_id, int32_t site, const Args& args) {
+void run_here(Group& group, RankId rank_id, int32_t site, const Args& args, uint64_t arrived_ns) {
   const Reached<Args> reached = reach(group, rank_id, args, site);
+  note_arrival(reached.comm.own_signal_pad, kind_of(args), arrived_ns);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
   with_kernel(reached.args, [&](auto format, const auto& kernel_args) {
     run_kernel<decltype(format)>(reached.comm, kernel_args, Coop{});
@@ -50,7 +63,9 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
                    const Args& args) {
   ffi::Promise promise;
   ffi::Future future(promise);
-  Task task = [group = group.get(), rank_id, site, args] { run_here(*group, rank_id, site, args); };
+  Task task = [group = group.get(), rank_id, site, args, arrived_ns = clock_ns()] {
+    run_here(*group, rank_id, site, args, arrived_ns);
+  };
   group->arrive(call.state, call.run, {signature_of(args), site}, rank_id, std::move(task),
                 [promise](const std::optional<GroupError>& error) mutable {
                   error ? promise.SetError(to_ffi(*error)) : promise.SetAvailable();
