@@ -1,19 +1,18 @@
 """`with jax_ep.profile("trace.json"):` a timeline of what every CTA of every rank does inside the ops."""
 
 import contextlib
-import itertools
 import json
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
 import jax
 
 from jax_ep._kit.ffi import Ranks
-from jax_ep.runtime.native import NativeGroup, RankProfile, Span, stop_profile
+from jax_ep.runtime.native import ROLES, NativeGroup, RankProfile, Span, stop_profile
 
 _lock = threading.RLock()
 _groups: weakref.WeakKeyDictionary[Ranks, NativeGroup] = weakref.WeakKeyDictionary()  # open, with kernels
@@ -26,12 +25,17 @@ def profile(path: str | Path) -> Iterator[None]:
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. A process of the trace is a rank (pid: the rank, for
     the first line of the first group; further lines and groups follow), a thread is the first sender warp of a CTA
-    (tid: 2 * cta) or its first receiver warp (2 * cta + 1), and one thread stands for a rank of the CPU. A slice is an
-    op, or in it a phase: "arrive", on the CPU, until all ranks of the process have called the op; "count" ids, "post"
-    counts and addresses to the peers, "wait" for a peer, "layout" of rows, "place" (the row of every assignment),
-    "barrier" among the CTAs of a rank, "send" rows, "pad" segments with zeros, "expand" rows that arrived, "reduce"
-    them to sums, "give up" after a failure. Every slice has `args`: the `op` and its `epoch`, the number of the op on
-    that rank. Times are microseconds of the host's monotonic clock.
+    (tid: 3 * cta), its first receiver warp (3 * cta + 1) or its first multiplying warp (3 * cta + 2), and one thread
+    stands for a rank of the CPU. A slice is an op, or in it a phase: "arrive", on the CPU, until all ranks of the
+    process have called the op; "count" ids, "post" counts and addresses to the peers, "wait" for a peer, "layout" of
+    rows, "place" (the row of every assignment), "barrier" among the CTAs of a rank, "send" rows, "pad" segments with
+    zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
+    `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
+
+    On Hopper GPUs the grouped products of our kernels have slices, too, named after the matrix of a group: "product
+    2048 x 1536". Each "multiply" in it is a tile of that warp, from the end of its tile before. The `epoch` counts the
+    products of the profile. If several groups share a device, the first of them shows the products. Products of XLA
+    and Pallas have no slices, so the CPU has none.
 
     Covers all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
     with implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
@@ -144,21 +148,54 @@ def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[Mapping[str, o
         notes.append(f"{rank.unfinished} rows end inside an op: its results were not awaited")
     if notes:
         yield metadata("process_labels", labels="; ".join(notes))
-    for cta, role in sorted({(span.cta, span.role) for span in rank.spans}):
-        row = "thread" if group.platform == "cpu" else f"CTA {cta}, {('send', 'receive')[role]}"
-        yield metadata("thread_name", tid=2 * cta + role, name=row)
-        yield metadata("thread_sort_index", tid=2 * cta + role, sort_index=2 * cta + role)
+    for tid in sorted({_tid(span) for span in rank.spans}):
+        cta, role = divmod(tid, len(ROLES))
+        yield metadata(
+            "thread_name", tid=tid, name="thread" if group.platform == "cpu" else f"CTA {cta}, {ROLES[role]}"
+        )
+        yield metadata("thread_sort_index", tid=tid, sort_index=tid)
 
 
 def _slices(spans: list[Span], pid: int) -> Iterator[Mapping[str, object]]:
     """A slice per op of a thread, before the slices of its phases: the outer of two that begin together comes first."""
-    for (cta, role, epoch), of_op in itertools.groupby(spans, key=lambda span: (span.cta, span.role, span.epoch)):
-        phases = list(of_op)
-        op = phases[0].op
-        same = {"ph": "X", "pid": pid, "tid": 2 * cta + role, "args": {"op": op, "epoch": epoch}}
-        yield same | {"name": op, "cat": "op"} | _times(phases[0].begin_ns, phases[-1].end_ns)
+    ops = _ops_of_threads(spans)
+    numbers = _number_products(phases for phases in ops if phases[0].is_product)
+    for phases in ops:
+        first = phases[0]
+        number = numbers[_tid(first), first.begin_ns] if first.is_product else first.epoch
+        same = {"ph": "X", "pid": pid, "tid": _tid(first), "args": {"op": first.op, "epoch": number}}
+        category = "product" if first.is_product else "op"
+        yield same | {"name": first.op, "cat": category} | _times(first.begin_ns, phases[-1].end_ns)
         for span in phases:
             yield same | {"name": span.phase, "cat": "phase"} | _times(span.begin_ns, span.end_ns)
+
+
+def _tid(span: Span) -> int:
+    return len(ROLES) * span.cta + span.role
+
+
+def _ops_of_threads(spans: list[Span]) -> list[list[Span]]:
+    """The phases of each op of each thread. They follow each other without a gap."""
+    ops: list[list[Span]] = []
+    for span in spans:
+        last = ops[-1][-1] if ops else None
+        if last and (_tid(last), last.epoch, last.end_ns) == (_tid(span), span.epoch, span.begin_ns):
+            ops[-1].append(span)
+        else:
+            ops.append([span])
+    return ops
+
+
+def _number_products(of_threads: Iterable[list[Span]]) -> dict[tuple[int, int], int]:
+    """The number of the product in each thread, by tid and begin. A device runs one product after the other, so threads
+    that multiply at one time work on one product."""
+    numbers: dict[tuple[int, int], int] = {}
+    number, end_ns = 0, -1
+    for phases in sorted(of_threads, key=lambda phases: phases[0].begin_ns):
+        number += phases[0].begin_ns >= end_ns
+        end_ns = max(end_ns, phases[-1].end_ns)
+        numbers[_tid(phases[0]), phases[0].begin_ns] = number
+    return numbers
 
 
 def _times(begin_ns: int, end_ns: int) -> dict[str, float]:

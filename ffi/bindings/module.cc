@@ -109,7 +109,7 @@ py::dict types() {
   return all;
 }
 
-// (CTA, role, epoch, op, phase, begin_ns, end_ns)
+// (CTA, role, epoch, op, phase, begin_ns, end_ns). Of a product the op is empty.
 using PySpan = std::tuple<int, int, uint64_t, const char*, const char*, int64_t, int64_t>;
 // (line, rank, lost, unfinished, spans)
 using PyRankProfile = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpan>>;
@@ -117,7 +117,8 @@ using PyRankProfile = std::tuple<int, int, uint64_t, uint64_t, std::vector<PySpa
 PyRankProfile to_python(const RankProfile& profile) {
   std::vector<PySpan> spans;
   for (const Span& s : profile.spans)
-    spans.emplace_back(s.cta, s.role, s.epoch, name_of(s.op), name_of(s.phase), s.begin_ns, s.end_ns);
+    spans.emplace_back(s.cta, s.role, s.epoch, s.role == kProductRole ? "" : name_of(s.op), name_of(s.phase),
+                       s.begin_ns, s.end_ns);
   return {profile.rank_id.line, profile.rank_id.rank, profile.lost, profile.unfinished, std::move(spans)};
 }
 
@@ -204,7 +205,7 @@ class Handle {
   void start_profile() {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group) return;
-    if (!profiler_) profiler_ = std::make_unique<Profiler>(group, group->max_ctas());
+    if (!profiler_) profiler_ = std::make_unique<Profiler>(group, group->max_ctas(), group->products());
     profiler_->start();
   }
   std::vector<PyRankProfile> stop_profile() {

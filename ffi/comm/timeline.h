@@ -3,6 +3,8 @@
 // The first coop of each role in a CTA has a track. Only that coop appends to it, so there are no atomics. A track is a
 // ring that is never reset; the host remembers where a profile began. A phase ends where the next event of its track
 // begins. Without a profile, a phase costs one comparison.
+//
+// Products have a timeline of their own, with one track a CTA (gemm/loop.h). Two products of a device do not overlap.
 #pragma once
 
 #include <cstdint>
@@ -27,12 +29,15 @@ enum class Phase : int32_t {
   expand,
   reduce,
   give_up,
-  arrive  // on the CPU: the rank waits until all ranks of its process have called the op
+  arrive,   // on the CPU: the rank waits until all ranks of its process have called the op
+  multiply  // a tile of a product
 };
 
 struct Event {
-  uint64_t ns;    // of the device's clock
-  uint64_t what;  // the op's epoch from bit kEpochBit on, its kind from bit kOpBit on, the phase from bit 0 on
+  uint64_t ns;  // of the device's clock
+  // The op's epoch from bit kEpochBit on, its kind from bit kOpBit on, the phase from bit 0 on. A product has no kind,
+  // and the shape of its matrix (gemm/problem.h) in place of an epoch.
+  uint64_t what;
 };
 constexpr int kEpochBit = 16, kOpBit = 8;
 

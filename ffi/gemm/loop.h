@@ -29,6 +29,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "comm/timeline.h"
 #include "gemm/maps.h"
 #include "gemm/pipeline.h"
 #include "gemm/source.h"
@@ -52,6 +53,24 @@ struct NoHooks {
   template <class Tile>
   JAX_EP_FN void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
+
+// Where the timeline of this device's products is, during a profile; otherwise null. Each file of kernels has its own
+// word. It is in constant memory, because a test of that takes no register and waits for no load from global memory.
+static __constant__ const Timeline* product_timeline;
+
+// Notes in the timeline that the first warp of this CTA begins `phase`: a tile, or none. The other warps do nothing,
+// and neither do products of a collective: some of their kernels would spill more (matmul_exchange.cu, in float16).
+template <class Hooks>
+JAX_EP_FN void enter(const Problem& problem, Phase phase, int warp) {
+  if (!std::is_same_v<Hooks, NoHooks> || warp != 0 || !product_timeline) return;
+  // The host may end the profile just now, and a compiler reads constant memory as often as it likes. A shuffle keeps
+  // one value.
+  const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(product_timeline), 0);
+  const auto* const timeline = reinterpret_cast<const Timeline*>(address);
+  if (threadIdx.x == 0 && timeline && blockIdx.x < timeline->ctas)
+    append(&timeline->tracks[blockIdx.x], problem.matrix, OpKind{}, phase);
+  __syncwarp();
+}
 
 JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
 
@@ -97,6 +116,7 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
   auto tiles = Mainloop::tiles(shared, problem, cta);
   typename Mainloop::Tile tile{};
   int taken = 0, stored = 0;
+  enter<Hooks>(problem, Phase::multiply, warp);
   for (; tiles.next(&tile); ++taken) {
     if (kPingPong && taken % 2 != warpgroup) {
       at.advance(stages_of<Source>(tile));
@@ -117,9 +137,11 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
       __syncwarp();
     }
     hooks.after_tile(tile, warp);
+    enter<Hooks>(problem, Phase::multiply, warp);  // perhaps there is no other tile: the reader sees it (profiler.cc)
   }
   hooks.after_last(tile, taken, warp);
   if (lane == 0) ptx::wait_stores_written<0>();  // before the CTA and its shared memory end
+  enter<Hooks>(problem, Phase::none, warp);
 }
 
 template <class Source, class Tile, class Hooks, class = void>

@@ -25,7 +25,12 @@ struct Problem {
   // `pair_first` on. The other pairs are cut into `pair_parts` equal parts, which take turns.
   int pair_first = 0, pair_lead = 0, pair_parts = 1;
   bool split_k = false;  // both CTAs of a cluster take the same tile, half of the contraction each
+  uint64_t matrix = 0;   // of a group: matrix_of() its shape, for the timeline
 };
+
+// The shape of a matrix in 48 bits, as events in the timeline have room for.
+constexpr int kMatrixRowsBit = 24;
+inline uint64_t matrix_of(int rows, int columns) { return static_cast<uint64_t>(rows) << kMatrixRowsBit | columns; }
 
 // What the tiles of a cluster's two CTAs have in common.
 enum class Common { lhs, rhs, tile };

@@ -1,6 +1,7 @@
 #include "runtime/profiler.h"
 
 #include <algorithm>
+#include <exception>
 
 namespace jax_ep {
 namespace {
@@ -15,9 +16,9 @@ std::size_t ring_length(std::size_t tracks) {
   return length;
 }
 
-void switch_to(int device, SignalPad* signal_pad, const Timeline* timeline) {
-  const uint64_t word = reinterpret_cast<uintptr_t>(timeline);
-  copy_array(device, &signal_pad->timeline, &word, 1);
+void switch_to(int device, uint64_t* word, const Timeline* timeline) {
+  const uint64_t address = reinterpret_cast<uintptr_t>(timeline);
+  copy_array(device, word, &address, 1);
 }
 
 Phase phase_of(const Event& event) { return static_cast<Phase>(event.what & ((1 << kOpBit) - 1)); }
@@ -34,52 +35,59 @@ std::vector<Event> read_events(int device, const Track& track, uint64_t first) {
   return events;
 }
 
-Span span_between(const Event& event, const Event& next, std::size_t track, const HostClock& clock) {
-  return {static_cast<int>(track / kTrackRoles),
-          static_cast<int>(track % kTrackRoles),
-          event.what >> kEpochBit,
-          op_of(event),
-          phase_of(event),
-          clock.of(event.ns),
-          clock.of(next.ns)};
+// A span of the track of a CTA and a role.
+Span span_between(const Event& event, const Event& next, int cta, int role, const HostClock& clock) {
+  return {cta, role, event.what >> kEpochBit, op_of(event), phase_of(event), clock.of(event.ns), clock.of(next.ns)};
 }
 
 }  // namespace
 
 const char* name_of(Phase phase) {
-  static constexpr const char* kNames[] = {"none",    "poison", "count", "post",   "wait",   "layout",  "place",
-                                           "barrier", "send",   "pad",   "expand", "reduce", "give up", "arrive"};
+  static constexpr const char* kNames[] = {"none",   "poison", "count",   "post",   "wait",
+                                           "layout", "place",  "barrier", "send",   "pad",
+                                           "expand", "reduce", "give up", "arrive", "multiply"};
   return kNames[static_cast<int>(phase)];
 }
 
-Profiler::Profiler(std::shared_ptr<Group> group, int ctas) : group_(std::move(group)), ctas_(ctas) {
+Profiler::Profiler(std::shared_ptr<Group> group, int ctas, const Products& products)
+    : group_(std::move(group)), ctas_(ctas) {
   for (int line = 0; line < group_->line_count(); ++line)
     for (int rank = 0; rank < group_->size(); ++rank)
-      if (group_->is_local({line, rank})) add_rank({line, rank});
+      if (group_->is_local({line, rank})) add_rank({line, rank}, products);
 }
 
-void Profiler::add_rank(RankId rank_id) {
-  const std::size_t tracks = ctas_ * kTrackRoles, ring = ring_length(tracks);
+Profiler::~Profiler() {
+  try {
+    for (const Rank& rank : ranks_) switch_products(rank, &rank.timelines[1], nullptr);
+  } catch (const std::exception&) {  // the device is gone
+  }
+}
+
+void Profiler::add_rank(RankId rank_id, const Products& products) {
   const int device = group_->device_of(rank_id);
+  std::vector<uint64_t*> words;
+  if (products.timelines) words = products.timelines(device);
+  const std::size_t product_ctas = words.empty() ? 0 : products.ctas;
+  const std::size_t of_ops = ctas_ * kTrackRoles, tracks = of_ops + product_ctas, ring = ring_length(of_ops);
   const auto allocate = [&](std::size_t bytes) {
     std::shared_ptr<void> memory = allocate_on_device(device, bytes, group_->id());
     group_->keep(memory);
     return memory.get();
   };
-  Rank rank{rank_id, device, group_->signal_pad(rank_id), nullptr, nullptr, {}, {}};
-  rank.timeline = static_cast<Timeline*>(allocate(sizeof(Timeline)));
+  Rank rank{rank_id, device, group_->signal_pad(rank_id), std::move(words), tracks, nullptr, nullptr, {}, {}};
+  rank.timelines = static_cast<Timeline*>(allocate(2 * sizeof(Timeline)));
   rank.tracks = static_cast<Track*>(allocate(tracks * sizeof(Track)));
   auto* const events = static_cast<Event*>(allocate(tracks * ring * sizeof(Event)));
   std::vector<Track> empty;
   for (std::size_t i = 0; i < tracks; ++i) empty.push_back({0, ring - 1, events + i * ring});
   copy_array<Track>(device, rank.tracks, empty.data(), tracks);
-  const Timeline timeline{ctas_, rank.tracks};
-  copy_array(device, rank.timeline, &timeline, 1);
+  const Timeline timelines[] = {{ctas_, rank.tracks}, {product_ctas, rank.tracks + of_ops}};
+  copy_array(device, rank.timelines, timelines, 2);
   ranks_.push_back(std::move(rank));
 }
 
 std::vector<Track> Profiler::read_tracks(const Rank& rank) const {
-  std::vector<Track> tracks(ctas_ * kTrackRoles);
+  std::vector<Track> tracks(rank.track_count);
   copy_array<Track>(rank.device, tracks.data(), rank.tracks, tracks.size());
   return tracks;
 }
@@ -90,14 +98,29 @@ void Profiler::start() {
     rank.seen.clear();
     for (const Track& track : read_tracks(rank)) rank.seen.push_back(track.count);
   }
-  for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, rank.timeline);
+  for (const Rank& rank : ranks_) {
+    switch_to(rank.device, &rank.signal_pad->timeline, &rank.timelines[0]);
+    switch_products(rank, nullptr, &rank.timelines[1]);
+  }
 }
 
 std::vector<RankProfile> Profiler::stop() {
-  for (const Rank& rank : ranks_) switch_to(rank.device, rank.signal_pad, nullptr);
+  for (const Rank& rank : ranks_) {
+    switch_to(rank.device, &rank.signal_pad->timeline, nullptr);
+    switch_products(rank, &rank.timelines[1], nullptr);
+  }
   std::vector<RankProfile> profiles;
   for (const Rank& rank : ranks_) profiles.push_back(read(rank));
   return profiles;
+}
+
+// Where another timeline than `from` is in use, it remains.
+void Profiler::switch_products(const Rank& rank, const Timeline* from, const Timeline* to) {
+  for (uint64_t* const word : rank.products) {
+    uint64_t now = 0;
+    copy_array<uint64_t>(rank.device, &now, word, 1);
+    if (now == reinterpret_cast<uintptr_t>(from)) switch_to(rank.device, word, to);
+  }
 }
 
 std::optional<Moment> Profiler::last_of(RankId rank_id) const {
@@ -117,7 +140,11 @@ RankProfile Profiler::read(const Rank& rank) const {
   const HostClock clock(rank.begin, read_clock(rank.device));
   RankProfile profile{rank.rank_id, {}, 0, 0};
   const std::vector<Track> tracks = read_tracks(rank);
+  const std::size_t of_ops = ctas_ * kTrackRoles;
   for (std::size_t i = 0; i < tracks.size(); ++i) {
+    const bool is_product = i >= of_ops;
+    const int cta = static_cast<int>(is_product ? i - of_ops : i / kTrackRoles);
+    const int role = is_product ? kProductRole : static_cast<int>(i % kTrackRoles);
     const uint64_t length = tracks[i].mask + 1, count = tracks[i].count;
     const uint64_t first = count - std::min(count - rank.seen[i], length);
     const std::vector<Event> events = read_events(rank.device, tracks[i], first);
@@ -126,8 +153,8 @@ RankProfile Profiler::read(const Rank& rank) const {
       while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;
     profile.lost += first - rank.seen[i] + at;
     for (; at + 1 < events.size(); ++at)
-      if (phase_of(events[at]) != Phase::none)
-        profile.spans.push_back(span_between(events[at], events[at + 1], i, clock));
+      if (phase_of(events[at]) != Phase::none && !(is_product && phase_of(events[at + 1]) == Phase::none))
+        profile.spans.push_back(span_between(events[at], events[at + 1], cta, role, clock));
     profile.unfinished += !events.empty() && phase_of(events.back()) != Phase::none;
   }
   return profile;

@@ -15,6 +15,17 @@ namespace jax_ep {
 
 const char* name_of(Phase phase);
 
+// The products of a platform, of up to `ctas` CTAs. `timelines` returns the words in which the kernels of products on a
+// device look for their `Timeline`: none, if the device has no such kernels. It throws std::runtime_error.
+struct Products {
+  int ctas = 0;
+  std::vector<uint64_t*> (*timelines)(int device) = nullptr;
+};
+
+// The role of the spans of products, beside those of TrackRole. Their epoch is the shape of a matrix (gemm/problem.h),
+// and their op means nothing.
+constexpr int kProductRole = kTrackRoles;
+
 // One phase of a track, in ns of the host's steady clock.
 struct Span {
   int cta, role;
@@ -62,9 +73,12 @@ class HostClock {
 class Profiler {
  public:
   // For ops of up to `ctas` CTAs. Throws std::runtime_error, as start and stop do.
-  Profiler(std::shared_ptr<Group> group, int ctas);
+  Profiler(std::shared_ptr<Group> group, int ctas, const Products& products = {});
+  // Products record nothing here any more, even if the profile has not ended.
+  ~Profiler();
 
-  // Begins a profile: of the ops that begin from now on.
+  // Begins a profile: of the ops that begin from now on, and of the products on the group's devices, unless another
+  // group profiles those already.
   void start();
   std::vector<RankProfile> stop();
 
@@ -76,12 +90,15 @@ class Profiler {
     RankId rank_id;
     int device;
     SignalPad* signal_pad;
-    Timeline* timeline;          // on the device
-    Track* tracks;               // on the device
-    std::vector<uint64_t> seen;  // events of each track before the profile
+    std::vector<uint64_t*> products;  // the words of Products::timelines
+    std::size_t track_count;          // the ops', by CTA and role, then the products', by CTA
+    Timeline* timelines;              // on the device: of ops, and of products
+    Track* tracks;                    // on the device
+    std::vector<uint64_t> seen;       // events of each track before the profile
     ClockSample begin;
   };
-  void add_rank(RankId rank_id);
+  void add_rank(RankId rank_id, const Products& products);
+  static void switch_products(const Rank& rank, const Timeline* from, const Timeline* to);
   std::vector<Track> read_tracks(const Rank& rank) const;
   RankProfile read(const Rank& rank) const;
 

@@ -71,16 +71,23 @@ def as_error(found: Found | None) -> JaxEpError | None:
     return None if found is None else getattr(errors, found[0].name)(found[1])
 
 
+ROLES = ("send", "receive", "multiply")  # of a span's coop
+
+
 class Span(NamedTuple):
     """A phase of one coop of a rank. Times are of the host's monotonic clock."""
 
     cta: int
-    role: int  # 0 sends, 1 receives
-    epoch: int
+    role: int  # in ROLES
+    epoch: int  # of a product: the shape of its matrix
     op: str
     phase: str
     begin_ns: int
     end_ns: int
+
+    @property
+    def is_product(self) -> bool:
+        return ROLES[self.role] == "multiply"
 
 
 class RankProfile(NamedTuple):
@@ -95,6 +102,12 @@ class RankProfile(NamedTuple):
 
 def stop_profile(native: NativeGroup) -> list[RankProfile]:
     return [
-        RankProfile(line, rank, lost, unfinished, [Span(*span) for span in spans])
+        RankProfile(line, rank, lost, unfinished, [_named(Span(*span)) for span in spans])
         for line, rank, lost, unfinished, spans in native.stop_profile()
     ]
+
+
+def _named(span: Span) -> Span:
+    """A product is named after its matrix (ffi/gemm/problem.h)."""
+    rows, columns = divmod(span.epoch, 1 << 24)
+    return span._replace(op=f"product {rows} x {columns}") if span.is_product else span

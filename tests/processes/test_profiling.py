@@ -17,6 +17,7 @@ from conftest import OpenGroup, Rng
 
 import jax_ep
 from jax_ep import Group, JaxEpError
+from jax_ep._kit import gemm
 
 # Two chunks of tokens, and not so few that the coops of a GPU that have no thread here expand or reduce them all.
 SIZE, EXPERTS, TOKENS = 4, 8, 600
@@ -187,6 +188,47 @@ def test_ragged_all_to_all(group: Group, tmp_path: Path) -> None:
     with jax_ep.profile(path):
         helpers.run(group, body, np.ones((SIZE, SIZE, 16), np.float32))
     assert_complete(path, SIZE, ["ragged_all_to_all"])
+
+
+@pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
+def test_products(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
+    """Of a product and its gradients, in a program that has run before. Of two groups only the first shows them."""
+    path, steps, (m, k, n) = tmp_path / "trace.json", 3, (4096, 256, 512)
+    size = helpers.largest_size()
+    group, _ = open_group(size), open_group(size)
+    sizes = jnp.full(EXPERTS, m // EXPERTS)
+
+    def body(lhs: jax.Array, rhs: jax.Array) -> Any:
+        return jax.grad(lambda x, w: jnp.sum(jax_ep.lax.ragged_dot(x, w, sizes) ** 2), argnums=(0, 1))(lhs, rhs)
+
+    case = [rng.standard_normal((size, *shape)).astype(jnp.bfloat16) for shape in ((m, k), (EXPERTS, k, n))]
+    program = helpers.per_rank(body, group.mesh)
+    helpers.fetch(program(*case))
+    with jax_ep.profile(path):
+        for _ in range(steps):
+            helpers.fetch(program(*case))
+    helpers.fetch(program(*case))
+    assert not labels(path)
+    found = slices(path)
+    ranks = {s.rank for s in found}
+    assert ranks in (set(range(size)), set(range(size, 2 * size)))
+    for rank in ranks:
+        here = [s for s in found if s.rank == rank]
+        names = {s.epoch: s.op for s in here}
+        assert [names[number] for number in range(1, len(names) + 1)].count(f"product {n} x {k}") == steps
+        assert list(names.values()).count(f"product {k} x {n}") == 2 * steps  # also the gradient of the matrices
+        assert len(names) == 3 * steps
+        for s in here:
+            assert s.name in ("multiply", names[s.epoch])
+            assert s.op == names[s.epoch]
+        for number in names:
+            ctas = {s.thread: s for s in here if s.epoch == number and s.category == "product"}
+            assert len(ctas) > 1
+            for thread, whole in ctas.items():
+                tiles = [s for s in here if s.epoch == number and s.thread == thread and s.category == "phase"]
+                edges = [whole.begin, *(s.end for s in tiles)]
+                assert edges == sorted(edges)
+                np.testing.assert_allclose(edges, [*(s.begin for s in tiles), whole.end], rtol=0, atol=0.01)
 
 
 def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: Rng, tmp_path: Path) -> None:

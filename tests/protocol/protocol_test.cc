@@ -403,6 +403,43 @@ TEST_CASE("profiles: ended while ranks wait") {
   expect(!group->take_error(), "no error is reported");
 }
 
+uint64_t product_word;  // of every device
+std::vector<uint64_t*> product_words(int) { return {&product_word}; }
+
+// What a CTA of a product records (gemm/loop.h).
+void multiply_tiles(int cta, int tiles) {
+  const auto* const timeline = reinterpret_cast<const Timeline*>(product_word);
+  if (!timeline || static_cast<uint64_t>(cta) >= timeline->ctas) return;
+  for (int tile = 0; tile <= tiles; ++tile) append(&timeline->tracks[cta], 100 + cta, OpKind{}, Phase::multiply);
+  append(&timeline->tracks[cta], 100 + cta, OpKind{}, Phase::none);
+}
+
+// The first group of a device shows its products, from its start to its stop.
+TEST_CASE("profiles: products") {
+  constexpr int kCtas = 3;
+  const auto make_profiler = [&] {
+    auto group = std::make_shared<Group>(std::vector<std::vector<int>>{{0}}, 20.0, /*poison=*/false);
+    return Profiler(std::move(group), kCoops, {kCtas, &product_words});
+  };
+  Profiler first = make_profiler(), second = make_profiler();
+  for (int profile = 0; profile < 2; ++profile) {
+    multiply_tiles(0, 1);
+    first.start();
+    second.start();
+    for (int cta = 0; cta <= kCtas; ++cta) multiply_tiles(cta, 2 * cta);  // the first has no tile, the last no track
+    const RankProfile found = first.stop()[0];
+    expect(second.stop()[0].spans.empty(), "another group has no products");
+    expect(found.unfinished == 0 && found.lost == 0 && found.spans.size() == 2 + 4, "every tile has a span");
+    for (const Span& span : found.spans)
+      expect(span.role == kProductRole && span.epoch == 100 + static_cast<uint64_t>(span.cta) &&
+                 span.phase == Phase::multiply && span.begin_ns <= span.end_ns,
+             "it is that of its CTA");
+    expect(product_word == 0, "no product is recorded afterwards");
+  }
+  make_profiler().start();
+  expect(product_word == 0, "nor when a profile is left");
+}
+
 // dispatch and combine, in a profile.
 void round_trips(int tokens, int times) {
   const std::shared_ptr<Group> shared = make_group(20.0, /*poison=*/true);

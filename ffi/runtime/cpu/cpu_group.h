@@ -17,6 +17,7 @@
 #include "comm/spin.h"
 #include "runtime/cpu/executor.h"
 #include "runtime/group.h"
+#include "runtime/profiler.h"
 
 namespace jax_ep {
 
@@ -42,6 +43,7 @@ class CpuGroup final : public Group {
 
   // The most CTAs that an op has.
   int max_ctas() const { return 1; }
+  Products products() const { return {}; }
   // A rank's part of an op is one thread.
   void limit_sms(int) {}
 

@@ -58,14 +58,16 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file.
+// The kernels of a file, and its `product_timeline` (gemm/loop.h) if they use it.
 template <class Kernel>
 struct Variants {
   const Variant<Kernel>* first;
   std::size_t count;
+  const void* timeline;
 
   template <std::size_t kCount>
-  constexpr Variants(const std::array<Variant<Kernel>, kCount>& all) : first(all.data()), count(kCount) {}
+  constexpr Variants(const std::array<Variant<Kernel>, kCount>& all, const void* timeline = nullptr)
+      : first(all.data()), count(kCount), timeline(timeline) {}
   const Variant<Kernel>* begin() const { return first; }
   const Variant<Kernel>* end() const { return first + count; }
 };
@@ -79,13 +81,21 @@ const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
   return nullptr;
 }
 
-// Loads kernels on the current device, if it is a Hopper.
-template <class Kernel>
-cudaError_t load_all(const Variants<Kernel>& all) {
+// Whether the current device is one.
+inline cudaError_t is_hopper(bool* found) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess || major != 9) return error;
+  *found = major == 9;
+  return error;
+}
+
+// Loads kernels on the current device, if it is a Hopper.
+template <class Kernel>
+cudaError_t load_all(const Variants<Kernel>& all) {
+  bool hopper = false;
+  cudaError_t error = is_hopper(&hopper);
+  if (error != cudaSuccess || !hopper) return error;
   for (const auto& variant : all) {
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(variant.kernel));

@@ -22,6 +22,6 @@ constexpr std::array kKernels{kProduct<float>, kProduct<Bf16>, kGated<Activation
 
 }  // namespace
 
-Variants<GroupedMatmulKernel> float8_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> float8_kernels() { return {kKernels, &product_timeline}; }
 
 }  // namespace jax_ep::gemm

@@ -19,6 +19,6 @@ constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Act
 
 }  // namespace
 
-Variants<GroupedMatmulKernel> gated_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> gated_kernels() { return {kKernels, &product_timeline}; }
 
 }  // namespace jax_ep::gemm

@@ -54,6 +54,6 @@ constexpr std::array kKernels{kFloat8<Bf16>,
 
 }  // namespace
 
-Variants<GroupedMatmulKernel> gathered_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> gathered_kernels() { return {kKernels, &product_timeline}; }
 
 }  // namespace jax_ep::gemm

@@ -6,6 +6,7 @@
 #include "gemm/tensor_map.h"
 #include "runtime/cuda/grouped_matmul_kernels.h"
 #include "runtime/cuda/grouped_matmul_launch.h"
+#include "runtime/gpu/device_scope.h"
 
 namespace jax_ep::gemm {
 namespace {
@@ -79,6 +80,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
   Problem problem{x.grouping, product.m,     product.n,  x.is_float8() ? x.k / 2 : x.k,
                   x.groups,   x.group_sizes, config.band};
   problem.split_k = config.split_k;
+  problem.matrix = x.grouping == Grouping::k_grouped ? matrix_of(x.m, x.n) : matrix_of(x.k, x.n);
   const bool has_queue = config.swap_ab && !config.is_static;
   if (!has_queue) product.counter = nullptr;
   cudaError_t error = has_queue ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
@@ -104,6 +106,20 @@ cudaError_t load() {
   for (const auto& kernels : all_kernels())
     if (const cudaError_t error = load_all(kernels); error != cudaSuccess) return error;
   return cudaSuccess;
+}
+
+std::vector<uint64_t*> timeline_words() {
+  constexpr const char* kDoing = "looking for the timeline of products";
+  bool hopper = false;
+  gpu::check(is_hopper(&hopper), kDoing);
+  std::vector<uint64_t*> words;
+  if (!hopper) return words;
+  for (const auto& kernels : all_kernels()) {
+    void* word = nullptr;
+    gpu::check(cudaGetSymbolAddress(&word, kernels.timeline), kDoing);
+    words.push_back(static_cast<uint64_t*>(word));
+  }
+  return words;
 }
 
 }  // namespace jax_ep::gemm

@@ -20,6 +20,6 @@ constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, t
 
 }  // namespace
 
-Variants<GroupedMatmulKernel> swapped_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> swapped_kernels() { return {kKernels, &product_timeline}; }
 
 }  // namespace jax_ep::gemm

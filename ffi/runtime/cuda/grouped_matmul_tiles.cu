@@ -24,6 +24,6 @@ constexpr std::array kKernels{kKernel<Bf16, Bf16, 128, false, true>,  kKernel<Bf
 
 }  // namespace
 
-Variants<GroupedMatmulKernel> tile_kernels() { return kKernels; }
+Variants<GroupedMatmulKernel> tile_kernels() { return {kKernels, &product_timeline}; }
 
 }  // namespace jax_ep::gemm

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "comm/marks.h"
 #include "comm/timeline.h"
@@ -39,6 +40,9 @@ struct OverlapKernel {
 // Loads the kernels of the matmuls on the current device, or says why that failed. Defined in matmuls.cc of CUDA and
 // no_matmuls.cc of HIP.
 std::optional<std::string> load_matmul_kernels();
+
+// Products::timelines (runtime/profiler.h). Defined in the same files.
+std::vector<uint64_t*> product_timelines(int device);
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.
 gpu::Error launch_clock(ClockRequest* request, int questions);

@@ -11,6 +11,7 @@
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/stream_order.h"
+#include "runtime/profiler.h"
 #include "runtime/reach.h"
 #include "runtime/registry.h"
 #include "xla/ffi/api/ffi.h"
@@ -33,6 +34,8 @@ class PlatformGroup final : public Group {
 
   // The most CTAs that an op has.
   int max_ctas() const { return model_.row_sms; }
+  // Of all SMs, whatever max_sms is.
+  Products products() const { return {product_ctas_, &product_timelines}; }
 
   // The model of all GPUs of the group, within max_sms.
   const HardwareModel& model() const { return model_; }
@@ -48,6 +51,7 @@ class PlatformGroup final : public Group {
 
  private:
   HardwareModel model_;
+  const int product_ctas_ = model_.sms;
   int stalled_ = -1;
   std::deque<gpu::StreamOrder> orders_;  // by rank index
 };
