@@ -16,7 +16,7 @@ import jax
 
 from jax_ep._kit import ffi
 from jax_ep.backends import who_computes
-from jax_ep.runtime import report as flight_report
+from jax_ep.runtime import report as flight_report, trace_report
 from jax_ep.version import __version__
 
 _DEMOS = {  # their modules and what they do
@@ -56,8 +56,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (_, text) in _DEMOS.items():
         commands.add_parser(name, add_help=False, help=text)
     commands.add_parser("info", help="built platforms, devices, links, versions")
-    report = commands.add_parser("report", help="merge the dumps in a folder, and name the first divergence")
-    report.add_argument("folder", type=Path, help="JAX_EP_DUMP of the job; touch its file `request` for dumps")
+    report = commands.add_parser("report", help="what the dumps in a folder, or traces of jax_ep.profile, say")
+    report.add_argument(
+        "paths",
+        type=Path,
+        nargs="+",
+        metavar="path",
+        help="JAX_EP_DUMP of the job (touch its file `request` for dumps), or the traces of all its processes",
+    )
     bench = commands.add_parser("bench", help="measure the ops against XLA's own collectives; --json [FILE] keeps it")
     kinds = bench.add_subparsers(dest="what", required=True)
     for name, text in _BENCHES.items():
@@ -67,9 +73,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "report":
         try:
-            text, encoding = flight_report.report(options.folder), sys.stdout.encoding
-        except ValueError as error:
+            folder, *others = options.paths
+            is_folder = folder.is_dir() and not others
+            text = flight_report.report(folder) if is_folder else trace_report.report(options.paths)
+        except (OSError, ValueError) as error:
             parser.error(str(error))
+        encoding = sys.stdout.encoding
         print(text.encode(encoding, "backslashreplace").decode(encoding))
         return 0
     _ask_for_cpu_devices()

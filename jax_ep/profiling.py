@@ -31,6 +31,7 @@ def profile(path: str | Path) -> Iterator[None]:
     rows, "place" (the row of every assignment), "barrier" among the CTAs of a rank, "send" rows, "pad" segments with
     zeros, "expand" rows that arrived, "reduce" them to sums, "give up" after a failure. Every slice has `args`: the
     `op` and its `epoch`, the number of the op on that rank. Times are microseconds of the host's monotonic clock.
+    `python -m jax_ep report trace.json` prints the time of every rank, op and phase, and who waited for whom.
 
     On Hopper GPUs the grouped products of our kernels have slices, too, named after the matrix of a group: "product
     2048 x 1536". Each "multiply" in it is a tile of that warp, from the end of its tile before. The `epoch` counts the
@@ -139,7 +140,8 @@ def _names(group: Ranks, rank: RankProfile, pid: int) -> Iterator[Mapping[str, o
         return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
     line = f", line {rank.line}" if group.mesh.size > group.size else ""
-    yield metadata("process_name", name=f"rank {rank.rank} of {group.axis_name!r}{line}")
+    of = {"line": f"{group.axis_name!r}{line}, group {group.id:x}", "rank": rank.rank}  # for trace_report.py
+    yield metadata("process_name", name=f"rank {rank.rank} of {group.axis_name!r}{line}", **of)
     yield metadata("process_sort_index", sort_index=pid)
     notes = []
     if rank.lost:

@@ -33,13 +33,14 @@ def report(folder: Path) -> str:
             lines.append(f"{path} is no dump: {type(error).__name__}: {error}")
     for dumps in groups.values():
         lines += _of_group(sorted(dumps, key=lambda dump: dump.time))
-    text = "\n".join(map(_printable, lines))
+    text = "\n".join(map(printable, lines))
     if not groups:
-        raise ValueError(f"no dumps ({NAMES}) in {_printable(str(folder))}\n{text}".rstrip())
+        raise ValueError(f"no dumps ({NAMES}) in {printable(str(folder))}\n{text}".rstrip())
     return text
 
 
-def _printable(line: str) -> str:
+def printable(line: str) -> str:
+    """The line, with what a terminal would not print escaped."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in line)
 
 

@@ -17,6 +17,7 @@ from conftest import OpenGroup, Rng
 
 import jax_ep
 from jax_ep import Group, JaxEpError
+from jax_ep.__main__ import main
 from jax_ep._kit import gemm
 
 # Two chunks of tokens, and not so few that the coops of a GPU that have no thread here expand or reduce them all.
@@ -191,7 +192,7 @@ def test_ragged_all_to_all(group: Group, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not gemm.has_gemm(), reason="needs GPUs with the GEMM core")
-def test_products(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
+def test_products(open_group: OpenGroup, rng: Rng, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a product and its gradients, in a program that has run before. Of two groups only the first shows them."""
     path, steps, (m, k, n) = tmp_path / "trace.json", 3, (4096, 256, 512)
     size = helpers.largest_size()
@@ -229,6 +230,7 @@ def test_products(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
                 edges = [whole.begin, *(s.end for s in tiles)]
                 assert edges == sorted(edges)
                 np.testing.assert_allclose(edges, [*(s.begin for s in tiles), whole.end], rtol=0, atol=0.01)
+    assert rows_below(f"product {n} x {k}, mean us", reported(path, capsys))[1][:2] == ["0", str(steps)]
 
 
 def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: Rng, tmp_path: Path) -> None:
@@ -316,6 +318,71 @@ def test_a_failing_op_is_profiled(open_group: OpenGroup, rng: Rng, tmp_path: Pat
     assert max(waits.values()) >= 0.9 * timeout * 1e6
     if on_cpu:
         assert any(s.name == "give up" for s in slices(path))
+
+
+def reported(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["report", str(path)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("op", "slow"), [("dispatch", 2), ("combine", 1)])
+def test_the_report_names_the_slow_rank(
+    op: str, slow: int, group: Group, rng: Rng, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A callback of the host delays one rank before an op. All others wait that long, for this rank."""
+    path, seconds, case = tmp_path / "trace.json", 0.5, draw(rng, tokens=16)
+
+    def sleep(rank: np.ndarray) -> np.ndarray:
+        time.sleep(seconds if int(rank) == slow else 0)
+        return np.zeros((), np.float32)
+
+    def delayed(rows: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index("ep")
+        return rows + jax.pure_callback(sleep, jax.typeof(rank.astype(np.float32)), rank)
+
+    experts = {"experts": delayed} if op == "combine" else {}
+    both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels", **experts)
+
+    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return both(delayed(tokens) if op == "dispatch" else tokens, ids, weights)[1]
+
+    program = helpers.per_rank(body, group.mesh)
+    helpers.fetch(program(*case))
+    with jax_ep.profile(path):
+        helpers.fetch(program(*case))
+    text = reported(path, capsys)
+    longest = re.search(r"longest waits\n +(.*)", text)
+    assert longest
+    found = re.fullmatch(rf"{op} \d+: ([\d.]+) us for rank {slow}; it came ([\d.]+) us after rank \d", longest[1])
+    assert found, text
+    assert all(0.8 * seconds * 1e6 <= float(each) <= 20 * seconds * 1e6 for each in found.groups()), text
+    waited = {row[0]: row[1:] for row in rows_below("who waited for whom, us in all", text)}
+    assert waited.pop("rank") == [f"for {rank}" for rank in range(SIZE)]
+    assert waited.pop(str(slow))[slow] == "-"
+    assert all(float(row[slow]) >= 0.8 * seconds * 1e6 for row in waited.values()), text
+    for name in ("dispatch", "combine"):
+        assert_table(rows_below(f"{name}, mean us", text), [s for s in slices(path) if s.op == name])
+
+
+def rows_below(head: str, text: str) -> list[list[str]]:
+    """The columns of a table, which are two spaces or more apart."""
+    table = re.search(rf"  {head}\n((    .*\n)+)", text)
+    assert table, text
+    return [re.split("  +", line.strip()) for line in table[1].splitlines()]
+
+
+def assert_table(table: list[list[str]], of_op: list[Slice]) -> None:
+    """The means over the threads of a rank that has run an op once."""
+    phases = table[0][3:]
+    assert table[0][:3] == ["rank", "times", "op"]
+    assert set(phases) == {s.name for s in of_op if s.category == "phase"}
+    assert [row[:2] for row in table[1:]] == [[str(rank), "1"] for rank in range(SIZE)]
+    for rank, row in enumerate(table[1:]):
+        here = [s for s in of_op if s.rank == rank]
+        threads = len({s.thread for s in here})
+        times = [sum(s.end - s.begin for s in here if s.name == phase) / threads for phase in phases]
+        whole = max(s.end for s in here) - min(s.begin for s in here)
+        np.testing.assert_allclose([float(each) for each in row[2:]], [whole, *times], rtol=0, atol=0.051)
 
 
 def test_profiles_do_not_nest(group: Group, rng: Rng, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""`python -m jax_ep report`: the dumps of all processes as one view."""
+"""`python -m jax_ep report`: the dumps of all processes as one view, and the times in traces."""
 
+import itertools
 import json
 import os
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 import helpers
 import pytest
 
+from jax_ep import profiling
 from jax_ep.__main__ import main
+from jax_ep._kit.ffi import Ranks
+from jax_ep.runtime import native
 
 CALLS = ["dispatch float32 T=4 (train.py, step)", "combine float32 T=4 (train.py, step)"]
 SIZE = 2  # ranks of a process, which is a line
@@ -171,3 +176,108 @@ def test_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
     (tmp_path / "jax_ep-host.json").write_text(with_field("group", "Grüppe"))
     output = helpers.run_python("-m", "jax_ep", "report", str(tmp_path), PYTHONIOENCODING="ascii")
     assert r"Gr\xfcppe" in output
+
+
+PhaseTimes = list[tuple[str, int]]  # us
+Spans = list[tuple[Any, ...]]  # of the library
+
+
+def spans_of(
+    op: str, number: int, begin: int, phases: PhaseTimes, cta: int = 0, role: int = 0
+) -> list[tuple[Any, ...]]:
+    """One phase after the other, from `begin` on."""
+    ends = list(itertools.accumulate((us for _, us in phases), initial=begin))
+    return [
+        (cta, role, number, op, phase, 1000 * end - 1000 * us, 1000 * end)
+        for (phase, us), end in zip(phases, ends[1:], strict=True)
+    ]
+
+
+def write_trace(path: Path, ranks: dict[int, Spans], lost: int = 0) -> None:
+    """What jax_ep.profile writes of ranks of GPUs."""
+    library: Any = types.SimpleNamespace(stop_profile=lambda: [(0, r, lost, 0, spans) for r, spans in ranks.items()])
+    profile = profiling._Profile(path)
+    profile.ranks = [(Ranks(helpers.mesh_of(ep=4), "ep", "cuda", 7), native.stop_profile(library))]
+    with path.open("w") as file:
+        profiling._write(file, profile)
+
+
+TABLES = """\
+'ep', group 7
+  dispatch, mean us
+    rank  times     op  post   wait
+       0      1  600.0  10.0  590.0
+       1      1  300.0  10.0  290.0
+       2      1  100.0  10.0   90.0
+       3      1  600.0  10.0  590.0
+  combine, mean us
+    rank  times     op   send   wait  reduce  give up
+       0      2  702.5   25.0  625.0     5.0      2.5
+       1      2  662.5  100.0  475.0     5.0      2.5
+       2      2  702.5   25.0  625.0     5.0      2.5
+       3      1  500.0   50.0  350.0    10.0      0.0
+  product 64 x 32, mean us
+    rank  times    op  multiply
+       0      2  91.0      90.0
+       1      0     -         -
+       2      0     -         -
+       3      0     -         -
+  who waited for whom, us in all
+    rank  for 0  for 1  for 2  for 3
+       0      -  300.0  500.0  900.0
+       1    0.0      -  200.0  900.0
+       2    0.0  300.0      -  900.0
+       3    0.0  300.0  500.0      -
+  longest waits
+    combine 3: 900.0 us for rank 3; it has not begun the op
+    dispatch 1: 500.0 us for rank 2; it came 500.0 us after rank 0
+    combine 2: 300.0 us for rank 1; its send took 200.0 us, that of the others 50.0
+"""
+
+
+def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two processes. In op 1 ranks 1 and 2 come late, in op 2 rank 1 is slow, and rank 3 never begins op 3."""
+
+    def of_rank(rank: int) -> Spans:
+        late, send = {1: 300, 2: 500}.get(rank, 0), 400 if rank == 1 else 100
+        return [
+            *spans_of("dispatch", 1, late, [("post", 10), ("wait", 590 - late)]),
+            *spans_of("combine", 2, 1000, [("send", send), ("wait", 400 - send), ("reduce", 20)]),
+            *(spans_of("combine", 3, 2000, [("wait", 900), ("give up", 5)]) if rank != 3 else []),
+            *spans_of("combine", 2, 1100, [("wait", 500 - send)], role=1),
+        ]
+
+    matrix = 64 << 24 | 32  # two products of it one after the other, each of two CTAs
+    products = [
+        each
+        for cta in range(2)
+        for begin in (5000, 5100)
+        for each in spans_of("", matrix, begin + cta, [("multiply", 40), ("multiply", 50)], cta, role=2)
+    ]
+    write_trace(tmp_path / "trace.json", {0: [*of_rank(0), *products], 1: of_rank(1)})
+    write_trace(tmp_path / "trace.1.json", {2: of_rank(2), 3: of_rank(3)})
+    assert main(["report", str(tmp_path / "trace.json"), str(tmp_path / "trace.1.json")]) == 0
+    assert capsys.readouterr().out == TABLES
+
+
+def test_a_trace_that_has_lost_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody knows whether the others waited for a rank in an op that it no longer knows."""
+    path = tmp_path / "trace.json"
+    first, second = (spans_of("scatter", number, 50 * number, [("wait", 10), ("send", 10)]) for number in (1, 2))
+    write_trace(path, {0: [*first, *second], 1: second}, lost=2)
+    assert main(["report", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("process 0 of the trace: 2 earlier phases lost: the profile was too long\n")
+    assert "scatter 2: 0.0 us" in text
+    assert "scatter 1: " not in text
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": [{}]}', "[" * 100_000, None])
+def test_other_files_are_no_traces(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    if content is not None:
+        path.write_text(content)
+    why = f"{path} is no trace of jax_ep.profile: " if content is not None else "No such file or directory"
+    with pytest.raises(SystemExit):
+        main(["report", str(path)])
+    assert why in capsys.readouterr().err
