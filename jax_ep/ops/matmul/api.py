@@ -42,8 +42,8 @@ _NEEDS = {
 
 # What is multiplied: rows and the matrix of their group, or the transposed matrix; or, over the rows of each group, two
 # matrices of rows.
-Form = Literal["plain", "transposed", "contracted"]
-_FORMS: dict[Form, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
+Product = Literal["plain", "transposed", "contracted"]
+_PRODUCTS: dict[Product, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
     "transposed": ((1,), (2,), (), (), (0,), (0,)),
     "contracted": ((0,), (0,), (), (), (0,), ()),
@@ -164,12 +164,12 @@ def ragged_dot_general(
     group_sizes = _to_sizes(op, group_sizes, max(lhs.shape, default=0))
     contracted, batches = numbers.dot_dimension_numbers
     dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
-    form: Form | None = next((name for name, of in _FORMS.items() if of == tuple(map(tuple, dimensions))), None)
-    if form is None or out_sharding is not None:
+    kind: Product | None = next((name for name, of in _PRODUCTS.items() if of == tuple(map(tuple, dimensions))), None)
+    if kind is None or out_sharding is not None:
         options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
         return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, **options)
     settings = ProductSettings(precision=precision)
-    return _product(op, form, settings, preferred_element_type, lhs, rhs, group_sizes)
+    return _product(op, kind, settings, preferred_element_type, lhs, rhs, group_sizes)
 
 
 def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
@@ -181,7 +181,7 @@ def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Ar
 
 def _product(
     op: str,
-    form: Form,
+    kind: Product,
     settings: ProductSettings,
     preferred_element_type: DTypeLike | None,
     left: Rows,
@@ -189,11 +189,11 @@ def _product(
     group_sizes: jax.Array,
 ) -> jax.Array:
     operands = vary.vary_alike(None, left, right, group_sizes)
-    by_xla = partial(_by_xla, form, settings.precision, preferred_element_type)
-    if form != "contracted" and quantization.is_by_qwix(op, "ragged_dot", implementation=settings.implementation):
+    by_xla = partial(_by_xla, kind, settings.precision, preferred_element_type)
+    if kind != "contracted" and quantization.is_by_qwix(op, "ragged_dot", implementation=settings.implementation):
         return by_xla(*operands)
     dtype = jax.eval_shape(by_xla, *operands).dtype  # with all checks of JAX
-    return grouped_product(form, settings, dtype, *operands)
+    return grouped_product(kind, settings, dtype, *operands)
 
 
 def _check_plain_arrays(op: str, group_offset: object, **operands: object) -> None:
@@ -208,12 +208,12 @@ def _check_plain_arrays(op: str, group_offset: object, **operands: object) -> No
 
 
 def _by_xla(
-    form: Form, precision: PrecisionLike, dtype: DTypeLike | None, left: Rows, right: Rows, group_sizes: jax.Array
+    kind: Product, precision: PrecisionLike, dtype: DTypeLike | None, left: Rows, right: Rows, group_sizes: jax.Array
 ) -> jax.Array:
     lhs, rhs = dense_rows(left), dense_rows(right)
-    if form == "contracted":
+    if kind == "contracted":
         return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, _CONTRACT_ROWS, precision, dtype)
-    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if form == "transposed" else rhs, group_sizes, precision, dtype)
+    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if kind == "transposed" else rhs, group_sizes, precision, dtype)
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
@@ -376,23 +376,23 @@ def _choose(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def grouped_product(
-    form: Form, settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, sizes: jax.Array
+    kind: Product, settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
-    """The product, by kernels of this form or by XLA. Kernels store a contraction in the dtype of the operands."""
-    by_xla = partial(_by_xla, form, settings.precision, dtype)
-    if form == "contracted" and dtype != left.dtype:
+    """The product, by kernels of this kind or by XLA. Kernels store a contraction in the dtype of the operands."""
+    by_xla = partial(_by_xla, kind, settings.precision, dtype)
+    if kind == "contracted" and dtype != left.dtype:
         call = by_platform(by_xla)
-    elif form == "contracted":
+    elif kind == "contracted":
         call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes)
     else:
-        transposed = {"transpose_rhs": True} if form == "transposed" else {}
+        transposed = {"transpose_rhs": True} if kind == "transposed" else {}
         call = _by("grouped_matmul", by_xla, settings, dtype, left, right, sizes, **transposed)
     return call(left, right, sizes)
 
 
 @grouped_product.defjvp
 def _product_jvp(
-    form: Form, settings: ProductSettings, dtype: DTypeLike, primals: _Operands, tangents: _Operands
+    kind: Product, settings: ProductSettings, dtype: DTypeLike, primals: _Operands, tangents: _Operands
 ) -> tuple[jax.Array, jax.Array]:
     """The derivatives of the three forms have these forms, too."""
 
@@ -405,20 +405,20 @@ def _product_jvp(
     def forward(residuals: _Operands, tangents: tuple[jax.Array | None, ...]) -> jax.Array:
         (left, right, sizes), (d_left, d_right) = residuals, tangents
         pairs = ((d_left, lambda d: (inside(left, d), right)), (d_right, lambda d: (left, inside(right, d))))
-        first, *second = (grouped_product(form, settings, dtype, *pair(d), sizes) for d, pair in pairs if d is not None)
+        first, *second = (grouped_product(kind, settings, dtype, *pair(d), sizes) for d, pair in pairs if d is not None)
         return first + second[0] if second else first
 
     def backward(residuals: _Operands, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
         left, right, sizes = residuals
         c = cotangent.astype(jnp.promote_types(left.dtype, right.dtype))
-        of_both: dict[Form, tuple[tuple[Form, Rows, Rows], ...]] = {
+        of_both: dict[Product, tuple[tuple[Product, Rows, Rows], ...]] = {
             "plain": (("transposed", c, right), ("contracted", left, c)),
             "transposed": (("plain", c, right), ("contracted", c, left)),
             "contracted": (("transposed", right, c), ("plain", left, c)),
         }
         return tuple(
             home(x, grouped_product(each, settings, x.dtype, a, b, sizes)) if is_float(x) else None
-            for x, (each, a, b) in zip((left, right), of_both[form], strict=True)
+            for x, (each, a, b) in zip((left, right), of_both[kind], strict=True)
         )
 
     def is_float(x: Rows) -> bool:
@@ -427,4 +427,4 @@ def _product_jvp(
     d_operands = tuple(
         matrix_and_indices(d)[0] if is_float(x) else None for x, d in zip(primals[:2], tangents[:2], strict=True)
     )
-    return grouped_product(form, settings, dtype, *primals), linear(forward, backward, primals, d_operands)
+    return grouped_product(kind, settings, dtype, *primals), linear(forward, backward, primals, d_operands)
