@@ -14,6 +14,7 @@ Resolved = Literal["kernels", "xla"]  # what "auto" becomes in ops that have the
 OnOverflow = Literal["raise", "drop"]
 PyTree = Any  # a tree of tuples, lists, dicts and registered dataclasses whose leaves are arrays
 AxisName = str | tuple[str, ...]  # an axis of a mesh; or several, whose devices are ranks in row-major order
+AnyArray = jax.Array | np.ndarray
 ARRAYS = (jax.Array, np.ndarray, np.generic)
 TOKEN_DTYPES = (np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32))
 NUMBERS = (np.integer, np.floating)

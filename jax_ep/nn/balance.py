@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks
-from jax_ep._kit.checks import AxisName
+from jax_ep._kit.checks import AnyArray, AxisName
 from jax_ep.nn.routers import check_mask, float32_logits, is_expert, shares
 from jax_ep.ops.moe.types import MoeStats
 
-Array = jax.Array | np.ndarray
 Score = Literal["softmax", "sigmoid"]
 
 
-def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
+def expert_load(expert_ids: AnyArray, num_experts: int, *, axis_name: AxisName | None = None) -> jax.Array:
     """[E] int32: the assignments [T, K] of each expert. Ids outside [0, E) do not count."""
     op = "expert_load"
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)
@@ -32,7 +31,7 @@ def expert_load(expert_ids: Array, num_experts: int, *, axis_name: AxisName | No
 
 
 def balance_loss(
-    logits: Array, expert_ids: Array, *, score: Score = "softmax", axis_name: AxisName | None = None
+    logits: AnyArray, expert_ids: AnyArray, *, score: Score = "softmax", axis_name: AxisName | None = None
 ) -> jax.Array:
     """E times the sum over experts of (fraction of the assignments) * (mean probability): 1 when both are even.
 
@@ -61,7 +60,7 @@ def balance_loss(
     return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * mean)
 
 
-def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
+def z_loss(logits: AnyArray, mask: AnyArray | None = None, *, axis_name: AxisName | None = None) -> jax.Array:
     """The mean square of log(sum(exp(logits))), which keeps logits small (ST-MoE, 2022).
 
     Args:
@@ -75,7 +74,7 @@ def z_loss(logits: Array, mask: Array | None = None, *, axis_name: AxisName | No
     return _mean(op, squares, jnp.ones(squares.shape, bool) if mask is None else jnp.asarray(mask), axis_name)
 
 
-def balanced_bias(bias: jax.Array, load: Array, *, rate: float | jax.Array = 1e-3) -> jax.Array:
+def balanced_bias(bias: jax.Array, load: AnyArray, *, rate: float | jax.Array = 1e-3) -> jax.Array:
     """The bias [E] of the next step: `rate` up for experts below the mean load, `rate` down for experts above.
 
     Balance without an auxiliary loss (Wang et al., 2024; DeepSeek-V3).
@@ -107,7 +106,7 @@ class LoadStats(NamedTuple):
     entropy: jax.Array
 
 
-def load_stats(load: Array, *, ranks: int | None = None) -> LoadStats:
+def load_stats(load: AnyArray, *, ranks: int | None = None) -> LoadStats:
     """How even a load [E] is over the experts; or, with `ranks`, over ranks of E / ranks neighbouring experts each."""
     op = "load_stats"
     _check_load(op, load)
@@ -146,7 +145,7 @@ def scalars(stats: MoeStats, *, ranks: int | None = None) -> dict[str, jax.Array
     return found | {f"{name}/{field}": x for name, load in loads.items() for field, x in load._asdict().items()}
 
 
-def _check_load(op: str, load: Array) -> None:
+def _check_load(op: str, load: AnyArray) -> None:
     checks.check_array(op, "load", load, "[E]", checks.NUMBERS)
     if not load.size:
         raise ValueError(f"{op}: load must be of one expert at least, got {load.shape}")

@@ -19,13 +19,12 @@ import numpy as np
 from jax.core import Tracer
 
 from jax_ep._kit import checks, vary
-from jax_ep._kit.checks import Implementation
+from jax_ep._kit.checks import AnyArray, Implementation
 from jax_ep._kit.linear import linear
 from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged.api import ragged_all_to_all
 
-Array = jax.Array | np.ndarray
 Tree = TypeVar("Tree")
 SLACK = 1.05  # times the mean load: the most that a rank may have in order to keep a matrix
 
@@ -201,7 +200,7 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     return jax.tree.map(replicated, experts)
 
 
-def physical_ids(expert_ids: Array, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
+def physical_ids(expert_ids: AnyArray, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
     """The slots [T, K] int32 that stand for experts [T, K], which are integers.
 
     The assignments to an expert are dealt to its replicas in turn, in the order of (token, k). So the numbers of

@@ -20,12 +20,11 @@ import numpy as np
 from jax_ep import pallas_kernels
 from jax_ep._kit import checks
 from jax_ep._kit.batches import by_kernel_on_gpus
-from jax_ep._kit.checks import AxisName, PyTree
+from jax_ep._kit.checks import AnyArray, AxisName, PyTree
 from jax_ep._kit.linear import linear
 from jax_ep._kit.scopes import op_scope
 from jax_ep.pallas_kernels import Groups
 
-Array = jax.Array | np.ndarray
 _Found = tuple[jax.Array | None, jax.Array]  # a mask, and the experts that were chosen
 
 
@@ -43,7 +42,7 @@ class Routed(NamedTuple):
 
 @op_scope("softmax_top_k")
 def softmax_top_k(
-    logits: Array,
+    logits: AnyArray,
     top_k: int,
     *,
     groups: int = 1,
@@ -51,8 +50,8 @@ def softmax_top_k(
     best_of_group: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
-    ids: Array | None = None,
-    mask: Array | None = None,
+    ids: AnyArray | None = None,
+    mask: AnyArray | None = None,
 ) -> Routed:
     """The `top_k` likeliest experts by softmax (Shazeer et al., 2017; Mixtral, Qwen3; with groups, DeepSeek-V2, 2024).
 
@@ -75,17 +74,17 @@ def softmax_top_k(
 
 @op_scope("sigmoid_top_k")
 def sigmoid_top_k(
-    logits: Array,
+    logits: AnyArray,
     top_k: int,
     *,
-    bias: Array | None = None,
+    bias: AnyArray | None = None,
     groups: int = 1,
     top_groups: int | None = None,
     best_of_group: int = 2,
     renormalize: bool = True,
     scale: float = 1.0,
-    ids: Array | None = None,
-    mask: Array | None = None,
+    ids: AnyArray | None = None,
+    mask: AnyArray | None = None,
 ) -> Routed:
     """The `top_k` experts of the highest sigmoid scores (DeepSeek-V3, 2024; with groups=1 also Llama 4).
 
@@ -106,7 +105,7 @@ def sigmoid_top_k(
     return _route(op, how, logits, scale, bias, ids, mask)
 
 
-def within_top_groups(scores: Array, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
+def within_top_groups(scores: AnyArray, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
     """Scores [T, E] with minus infinity for the experts outside of each token's `top_groups` best groups."""
     op = "within_top_groups"
     checks.check_array(op, "scores", scores, "[T, E]", np.floating)
@@ -133,7 +132,7 @@ class _How(NamedTuple):
 def _checked(
     op: str,
     score: Literal["softmax", "sigmoid"],
-    logits: Array,
+    logits: AnyArray,
     top_k: int,
     groups: int,
     top_groups: int | None,
@@ -168,7 +167,13 @@ def _checked_groups(
 
 
 def _route(
-    op: str, how: _How, logits: Array, scale: float, bias: Array | None, ids: Array | None, mask: Array | None
+    op: str,
+    how: _How,
+    logits: AnyArray,
+    scale: float,
+    bias: AnyArray | None,
+    ids: AnyArray | None,
+    mask: AnyArray | None,
 ) -> Routed:
     checks.check_number(op, "scale", scale)
     check_mask(op, logits, mask)
@@ -261,7 +266,7 @@ def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:
     return (expert_ids >= 0) & (expert_ids < num_experts)
 
 
-def float32_logits(logits: Array, mask: Array | None) -> jax.Array:
+def float32_logits(logits: AnyArray, mask: AnyArray | None) -> jax.Array:
     """The logits [T, E] in float32, zeros for the tokens that `mask` [T] leaves out."""
     wide = jnp.asarray(logits, jnp.float32)
     return wide if mask is None else jnp.where(mask[:, None], wide, 0)
@@ -352,6 +357,6 @@ def round_tokens(
     return Routed(jnp.where(taken, expert_ids, -1), kept)
 
 
-def check_mask(op: str, logits: Array, mask: Array | None) -> None:
+def check_mask(op: str, logits: AnyArray, mask: AnyArray | None) -> None:
     if mask is not None:
         checks.check_array(op, "mask", mask, "[T]", bool, shape=logits.shape[:1])

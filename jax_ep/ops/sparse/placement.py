@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._kit import checks
+from jax_ep._kit.checks import AnyArray
 
 T = TypeVar("T")  # a pytree
 Placement = Literal["ranges", "mod"]
-Array = jax.Array | np.ndarray
 
 
 class Shards(NamedTuple):
@@ -53,7 +53,7 @@ def shard_table(table: T, ranks: int, *, placement: Placement = "ranges") -> T:
     """
     _check("shard_table", ranks, placement)
 
-    def shard(x: Array) -> Array:
+    def shard(x: AnyArray) -> AnyArray:
         if not np.ndim(x):
             return x
         pad = np.pad if isinstance(x, np.ndarray) else jnp.pad
@@ -73,7 +73,7 @@ def unshard_table(table: T, ranks: int, *, num_rows: int, placement: Placement =
     _check(op, ranks, placement)
     checks.check_int(op, "num_rows", num_rows)
 
-    def unshard(x: Array) -> Array:
+    def unshard(x: AnyArray) -> AnyArray:
         if not np.ndim(x):
             return x
         rows = -(-num_rows // ranks) * ranks
@@ -91,6 +91,6 @@ def _check(op: str, ranks: int, placement: Placement) -> None:
     checks.check_one_of(op, "placement", placement, Placement)
 
 
-def _transposed(x: Array, shape: tuple[int, int]) -> Array:
+def _transposed(x: AnyArray, shape: tuple[int, int]) -> AnyArray:
     """The rows of `x` by the columns of a matrix of them: what XLA's partitioner knows as one exchange of all ranks."""
     return x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
