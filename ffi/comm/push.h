@@ -98,14 +98,14 @@ class Announcer {
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int row_items = 1)
       : op_(op), chunks_(chunks), row_items_(row_items) {}
 
-  // An item of `row` was put. `mover` has mark and complete_to.
+  // An item of `row` was put. `mover` has puts and complete_to.
   template <class Mover>
   JAX_EP_FN void after(int row, Mover& mover) {
     const int chunk = chunks_.chunk_of(row);
     if (chunk != chunk_) announce(written_, mover);
     chunk_ = chunk;
     ++put_;
-    written_ = mover.mark();
+    written_ = mover.puts();
   }
 
   // An item of `row` was begun, which completes the item begun before it.
@@ -132,16 +132,16 @@ class Announcer {
   JAX_EP_FN void finish(Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = -1;
-    announce(mover.mark(), mover);
+    announce(mover.puts(), mover);
     if (chunks_.chunk(chunks_.chunks - 1).end * row_items_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
   }
 
  private:
   template <class Mover>
-  JAX_EP_FN void announce(int mark, Mover& mover) {
+  JAX_EP_FN void announce(int puts, Mover& mover) {
     if (put_ == 0) return;
-    mover.complete_to(mark);
+    mover.complete_to(puts);
     const Range rows = chunks_.chunk(chunk_);
     op_.deliver(chunk_, put_, (rows.end - rows.begin) * row_items_);
     put_ = 0;

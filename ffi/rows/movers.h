@@ -4,7 +4,7 @@
 //   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
 //     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
 //     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
-//   mark(), complete_to(mark): as in RowWriter.
+//   puts(), complete_to(puts): as in RowWriter.
 //
 // RowReader: from memory to shared memory, in batches that are requested ahead of time.
 //   in_bulk(): whether this reader does so; depth(): how many batches may be under way or in use.
@@ -18,7 +18,7 @@
 //     its part by fill(to). put_directly(...) does the same for batches that are not made of 16-byte words.
 //   put() by hand, if rows come in bulk: stage(true) is where the next batch is made, stage(false) is the same place
 //     again; then seal(), send(sinks, offset, bytes, from) for each part of the batch, and commit().
-//   mark(), complete_to(mark): returns when everything put before the mark is written, so that a flag may announce it.
+//   puts(): how many batches were put. complete_to(puts): returns when these are written, so a flag may announce them.
 #pragma once
 
 #include "comm/platform.h"

@@ -56,8 +56,8 @@ class RowSum {
   JAX_EP_FN void drop() { stream_.drop(); }
 
   JAX_EP_FN void acquire() { stream_.acquire(); }
-  JAX_EP_FN int mark() const { return writer_.mark(); }
-  JAX_EP_FN void complete_to(int mark) { writer_.complete_to(mark); }
+  JAX_EP_FN int puts() const { return writer_.puts(); }
+  JAX_EP_FN void complete_to(int puts) { writer_.complete_to(puts); }
 
  private:
   static constexpr int kDirectPacks = kPacks < kLanePacks ? kPacks : kLanePacks;

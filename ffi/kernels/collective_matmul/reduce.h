@@ -127,7 +127,7 @@ class MatmulReduce {
       sums_.finish();
     else
       sums_.drop();
-    sums_.complete_to(sums_.mark());
+    sums_.complete_to(sums_.puts());
   }
 
  private:

@@ -81,7 +81,7 @@ class Combine {
 
   JAX_EP_FN void complete() {
     rows_.finish();
-    rows_.complete_to(rows_.mark());
+    rows_.complete_to(rows_.puts());
     count_received();
     row_bound_.report(op_);
     target_bound_.report(op_);

@@ -173,7 +173,7 @@ class PlainDispatch {
       const auto from = [&](int token, int row) { return landing_.landed_at(source, token, row); };
       copy(source, {tokens.begin, tokens.end, 1}, from);
     });
-    mover_.complete_to(mover_.mark());
+    mover_.complete_to(mover_.puts());
   }
 
  private:
@@ -241,7 +241,7 @@ class Float8Dispatch {
       if (op_.coop.lane == 0) op_.count_received(source, tokens_here * landing_.slot_bytes());
     });
     decoder.finish();
-    writer_.complete_to(writer_.mark());
+    writer_.complete_to(writer_.puts());
   }
 
  private:
@@ -310,7 +310,7 @@ class Float8RowsDispatch {
       copy_to_short_rows(op_.coop, scales, scale_bytes, table, tokens, args_.top_k,
                          [&](int token, int row) { return landing_.landed_scales(source, token, row); });
     });
-    mover.complete_to(mover.mark());
+    mover.complete_to(mover.puts());
   }
 
  private:

@@ -81,7 +81,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
         [&](int, int row) { return args.rows + row * bytes; }, [&](int row) { return rows.index(row); });
     if (coop.lane == 0) op.count_received(source, tokens_here * bytes);
   });
-  mover.complete_to(mover.mark());
+  mover.complete_to(mover.puts());
   rows.report(op);
   counts.report(op);
   op.finish(results);

@@ -41,7 +41,7 @@ JAX_EP_FN void push_slices(Op& op, const RaggedArgs& args) {
     const auto sink = [&](int row, int k) { return k == 0 ? to + row * args.row_bytes : nullptr; };
     mover.move([&] { return rows.next(); }, args.row_bytes, 1, source, sink, [](int, auto&) {});
   }
-  mover.complete_to(mover.mark());
+  mover.complete_to(mover.puts());
   op.deliver(0, 1, op.coop.sender.count);
 }
 

@@ -209,7 +209,7 @@ class SparseReduce {
       sums_.finish();
     else
       sums_.drop();
-    sums_.complete_to(sums_.mark());
+    sums_.complete_to(sums_.puts());
   }
 
   // The holder that sums a row. In a sharded result it is the rank that wants the row, if that rank holds it.

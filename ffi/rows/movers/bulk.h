@@ -52,8 +52,8 @@ class BulkMover {
     copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
-  JAX_EP_FN int mark() const { return static_cast<int>(stored_); }
-  JAX_EP_FN void complete_to(int mark) { wait_stores(coop_, static_cast<int>(stored_) - mark); }
+  JAX_EP_FN int puts() const { return static_cast<int>(stored_); }
+  JAX_EP_FN void complete_to(int puts) { wait_stores(coop_, static_cast<int>(stored_) - puts); }
 
  private:
   // A part of a row under way: where this lane stores it. The last part of a row carries the row's item.
@@ -226,8 +226,8 @@ class BulkWriter {
   }
   JAX_EP_FN void commit() const { ptx::commit_stores(); }
 
-  JAX_EP_FN int mark() const { return static_cast<int>(put_); }
-  JAX_EP_FN void complete_to(int mark) { wait_stores(coop_, static_cast<int>(put_) - mark); }
+  JAX_EP_FN int puts() const { return static_cast<int>(put_); }
+  JAX_EP_FN void complete_to(int puts) { wait_stores(coop_, static_cast<int>(put_) - puts); }
 
  private:
   const Coop& coop_;

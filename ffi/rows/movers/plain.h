@@ -31,7 +31,7 @@ class PlainMover {
     copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
-  JAX_EP_FN int mark() const { return 0; }
+  JAX_EP_FN int puts() const { return 0; }
   JAX_EP_FN void complete_to(int) { coop_.sync(); }
 
  private:
@@ -67,7 +67,7 @@ class PlainWriter {
   template <class Sinks>
   JAX_EP_FN void send(const Sinks&, int64_t, int, const char*) const {}
   JAX_EP_FN void commit() const {}
-  JAX_EP_FN int mark() const { return 0; }
+  JAX_EP_FN int puts() const { return 0; }
   JAX_EP_FN void complete_to(int) { coop_.sync(); }
 
  private:
