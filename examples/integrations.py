@@ -3,13 +3,12 @@
     integrations.patch("maxtext", jax_ep.Group(mesh, "expert"))  # before the model's first call
 
 Each function below takes the place of one method, with its arguments and results. Routing, losses, biases and
-activations remain the project's own, so that whatever its options say of them holds. `python examples/integrations.py`
-prints how many lines each has, and how many the method that it replaces, where the project is installed.
+activations remain the project's own, so that whatever its options say of them holds.
 """
 
+import dataclasses
 import functools
 import importlib
-import inspect
 import math
 import sys
 from typing import Any
@@ -21,31 +20,72 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 BATCH_AXES = ("dp", "data", "fsdp", "expert", "ep")  # of meshes: a batch is spread over those that there are
+KEPT_AS = {  # what moe_mlp names for jax.checkpoint, and what MaxText's options of remat call the same
+    "jax_ep_dispatch": ("moe_x_sorted",),
+    "jax_ep_products": ("mlpwi_0", "moe_mlpwi_0", "moe_mlpwi_1"),
+    "jax_ep_combine": ("mlpwo", "moe_mlpwo"),
+}
+open_group = functools.cache(jax_ep.Group)  # one for each mesh, for a project's own tree
+
+
+def axes_of(*parts: Any) -> tuple[str, ...]:
+    """The mesh axes in parts of a PartitionSpec."""
+    return tuple(axis for part in parts if part for axis in ((part,) if isinstance(part, str) else part))
+
+
+def batch_axes(group: jax_ep.Group, size: int) -> tuple[str, ...]:
+    """Where the axes do not divide a batch, as in decoding, each rank of the group has all its tokens."""
+    sizes, own = group.mesh.shape, axes_of(group.axis_name)
+    axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
+    if size % math.prod(sizes[axis] for axis in axes) == 0:
+        return axes
+    return tuple(axis for axis in axes if axis not in own and size % sizes[axis] == 0)[:1]
 
 
 def experts_of(
-    group: jax_ep.Group, x: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax_ep.Experts, **options: Any
-) -> tuple[jax.Array, jax.Array, int]:
-    """[B, S, D], [B, S, K] twice -> the sums [B, S, D]; the most rows that a rank was sent; how many it has room for.
+    group: jax_ep.Group,
+    x: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    experts: jax_ep.Experts,
+    rows: P | None = None,
+    split: tuple[str, ...] = (),
+    shard: Any = lambda x, spec: x,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, S, D], [B, S, K] twice -> the sums [B, S, D]; and of each rank its load and what it dropped.
 
-    Where the axes do not divide a batch, as in decoding, each rank of the group has all its tokens.
+    A load is a multiple of the even one, as `capacity_factor` is.
+
+    Args:
+      rows: the axes over which B and S are spread; by default B over `batch_axes`.
+      split: the axes over which the experts' inner width is spread, and D of the sums.
+      shard: places an operand; a mesh with Explicit axes needs it.
     """
-    sizes, own = group.mesh.shape, {group.axis_name} if isinstance(group.axis_name, str) else {*group.axis_name}
-    axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
-    if shared := bool(len(x) % math.prod(sizes[axis] for axis in axes)):
-        axes = tuple(axis for axis in axes if axis not in own and len(x) % sizes[axis] == 0)[:1]
-    each = ids.size // ids.shape[-1] // math.prod(sizes[axis] for axis in axes)
-    room = each * min(ids.shape[-1], len(experts.down) // group.size) * (1 if shared else group.size)
-    room = min(room, options.get("capacity") or room)
+    owners, rows = group.axis_name, P(batch_axes(group, len(x)) or None) if rows is None else rows
+    shared = not {*axes_of(owners)} & {*axes_of(*rows)}
+    width, biases = split or None, experts.biases
+    specs = dataclasses.replace(
+        experts,
+        gate=P(owners, None, width),
+        up=P(owners, None, width),
+        down=P(owners, width),
+        biases=biases and tuple(b if b is None else P(owners, width if i < 2 else None) for i, b in enumerate(biases)),
+    )
 
     def layer(x: jax.Array, ids: jax.Array, weights: jax.Array, experts: jax_ep.Experts) -> Any:
         tokens, chosen, shares = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
         out, stats = jax_ep.moe_mlp(tokens, chosen, shares, experts, group=group, shared_tokens=shared, **options)
-        return out.reshape(x.shape), jax.lax.pmax(stats.counts.sum(), group.mesh.axis_names)
+        out, even = out.reshape(x.shape), ids.size / (group.size if shared else 1)
+        if split:
+            out = jax.lax.psum_scatter(out, split, scatter_dimension=2, tiled=True)
+        return out, stats.counts.sum(keepdims=True) / even, stats.dropped
 
-    specs = (*[P(axes or None)] * 3, P(group.axis_name))
-    mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=(specs[0], P()), check_vma=False)
-    return *mapped(x, ids, weights, experts), room
+    in_specs = (rows, rows, rows, specs)
+    operands = jax.tree.map(lambda spec, a: shard(a, spec), in_specs, (x, ids, weights, experts))
+    ranks = P((*axes_of(*rows), *(axes_of(owners) if shared else ())))
+    out_specs = (P(*(*rows, None, None)[:2], width), ranks, ranks)
+    return jax.shard_map(layer, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
 
 
 def maxtext(
@@ -67,10 +107,24 @@ def maxtext(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """`RoutedMoE.sparse_matmul` of MaxText 0.2.5: the sums, the balance loss, and the update of the router's bias.
 
-    Also sows the rows that a rank received at most, and for how many it has room, as its TransformerEngine path does.
-    `options` go to `moe_mlp`: capacity, precision="float8", wire.
+    Arrays are spread by MaxText's logical rules; `ragged_buffer_factor` is the capacity. qwix quantizes products where
+    one of its rules names `ragged_dot`. `options` go to `moe_mlp`: precision="float8", wire.
     """
     moe, config = sys.modules[self.get_topk.__module__], self.config
+    if self.quant is not None and "precision" not in options:
+        raise NotImplementedError(
+            f"jax_ep in MaxText takes quantization={config.quantization!r} with use_qwix_quantization=true alone, "
+            'or patch("maxtext", group, precision=...): None, or "float8" for experts'
+        )
+    if config.moe_dropless_fallback == "layer":
+        raise NotImplementedError("jax_ep in MaxText takes moe_dropless_fallback='step', got 'layer'")
+    batch = "activation_batch" if len(inputs) > 1 else "decode_batch_moe"
+    rows = self._logical_to_mesh_axes((batch, "activation_norm_length", None))
+    split = axes_of(*self._logical_to_mesh_axes(("mlp_no_fsdp",)))
+    split = tuple(axis for axis in split if axis not in axes_of(*rows))
+    shard = self._maybe_shard_with_pspec
+    gate_logits = shard(gate_logits, rows)
+    pre_bias_logits = None if pre_bias_logits is None else shard(pre_bias_logits, rows)
     weights, ids = self.get_topk(gate_logits, pre_bias_logits, self.rngs, input_ids, forced_routed_experts)
     scores, loss, bias_updates = gate_logits if pre_bias_logits is None else pre_bias_logits, None, None
     if config.load_balance_loss_weight > 0 and moe.uses_megatron_seq_aux_loss(config):
@@ -88,15 +142,34 @@ def maxtext(
         gate=w0_kernel.astype(self.dtype),
         up=w1_kernel.astype(self.dtype),
         down=wo_kernel.astype(self.dtype),
-        biases=None if w0_bias is None else (w0_bias, w1_bias, wo_bias),
+        biases=None if wo_bias is None else (w0_bias, w1_bias, wo_bias / math.prod(group.mesh.shape[a] for a in split)),
         activation=config.mlp_activations[0] if plain else jax_ep.Gated(self.apply_ffn_activation),
     )
     if early := config.decoder_block.value == "llama4":
         weights = jax.nn.sigmoid(weights.astype(jnp.float32))
-    out, received, room = experts_of(group, inputs, ids, weights, experts, weigh_inputs=early, **options)
-    self.sow(moe.nnx.Intermediate, "te_moe_total_recv_tokens", received)
-    self.sow(moe.nnx.Intermediate, "te_moe_recv_capacity_per_rank", jnp.int32(room))
+    force_dropless = getattr(self, "force_dropless", False)
+    if (factor := self.get_ragged_buffer_factor()) > 0 and not force_dropless:
+        options = {"capacity_factor": factor, "on_overflow": "drop", **options}
+    operands = (inputs, ids, weights, experts, rows, split, shard)
+    out, loads, dropped = experts_of(group, *operands, weigh_inputs=early, **options)
+    self.sow(moe.nnx.Intermediate, "moe_has_overflow", dropped > 0)
+    if config.moe_log_max_load_ratio:
+        self.sow(moe.nnx.Intermediate, "moe_max_load_ratio", loads.max())
+    if config.log_required_ragged_buffer_factor:
+        self.sow(moe.nnx.Intermediate, "moe_required_rbf", loads.max())
     return out, loss, bias_updates
+
+
+def kept_by_maxtext(policy: Any) -> Any:
+    """A policy of `NNXDecoder.get_remat_policy` that keeps what `moe_mlp` names, by MaxText's names of the same."""
+
+    def kept(primitive: Any, *avals: Any, **params: Any) -> Any:
+        otherwise = policy(primitive, *avals, **params)
+        names = KEPT_AS.get(params.get("name", ""), ())
+        found = (policy(primitive, *avals, **params | {"name": name}) for name in names)
+        return next((answer for answer in found if answer != otherwise), otherwise)
+
+    return policy and kept
 
 
 def tunix(self: Any, x: jax.Array, use_megablox: bool = True, *, group: jax_ep.Group, **options: Any) -> jax.Array:
@@ -171,20 +244,7 @@ def patch(project: str, group: jax_ep.Group, **options: Any) -> None:
     [(function, (module, owner, method))] = [item for item in METHODS.items() if item[0].__name__ == project]
     replacement = functools.partialmethod(function, group=group, **options)
     setattr(getattr(importlib.import_module(module), owner), method, replacement)
-
-
-def main() -> int:
-    for function, (module, owner, method) in METHODS.items():
-        try:
-            theirs = str(
-                len(inspect.getsourcelines(getattr(getattr(importlib.import_module(module), owner), method))[0])
-            )
-        except ImportError:
-            theirs = "not installed"
-        ours = len(inspect.getsourcelines(function)[0])
-        print(f"{function.__name__}: {ours} lines for {owner}.{method} ({theirs}); 1 line in a program, 0 in its tree")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if project == "maxtext":
+        decoder = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
+        theirs = decoder.get_remat_policy
+        decoder.get_remat_policy = lambda self: kept_by_maxtext(theirs(self))

@@ -3,6 +3,11 @@ and MaxText's layer by its own steps and in four lines. Values and gradients are
 """
 
 import inspect
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,7 +19,9 @@ import moe_oracle
 import numpy as np
 import pytest
 import upstream
-from jax.sharding import NamedSharding, PartitionSpec as P
+import yaml
+from flax.linen import spmd
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ep import Experts, Group
 from jax_ep.__main__ import load
@@ -63,49 +70,93 @@ DEEPSEEK: dict[str, Any] = {"model_name": "deepseek3-671b", "decoder_block": "DE
 DEEPSEEK |= {"routed_bias": True, "routed_score_func": "sigmoid"}
 GPT_OSS: dict[str, Any] = {"decoder_block": "GPT_OSS", "mlp_bias": True, "mlp_activations_limit": 7.0}
 MAXTEXT: dict[str, dict[str, Any]] = {
-    "qwen3": {"norm_topk_prob": True, "decoder_block": "QWEN3_MOE", "options": {"capacity": B * S * K}},
+    "qwen3": {"norm_topk_prob": True, "decoder_block": "QWEN3_MOE", "options": {"capacity_factor": 4.0}},
     "deepseek3": DEEPSEEK | {"n_routing_groups": 4, "topk_routing_group": 2, "moe_use_megatron_seq_aux_loss": True},
-    "gpt_oss": GPT_OSS | {"routed_bias": True, "gradient_accumulation_steps": 2},
-    "decoding": {"batch": 2, "load_balance_loss_weight": 0.0},
+    "gpt_oss": GPT_OSS | {"routed_bias": True, "gradient_accumulation_steps": 2, "axis": "tensor"},
+    "decoding": {"batch": 1, "load_balance_loss_weight": 0.0},
     "float8": {"options": {"precision": "float8"}},
+    "context": {"axis": "context"},
+    "explicit": {"axis": "fsdp", "axis_types": AxisType.Explicit},
 }
 
 
+def maxtext() -> ModuleType:
+    real = ("maxtext.layers.moe", "maxtext.common.common_types")
+    return upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
+
+
 def maxtext_layer(
-    moe: ModuleType, batch: int = B, options: Any = None, decoder_block: str = "MIXTRAL", **config: Any
+    moe: ModuleType,
+    batch: int = B,
+    options: Any = None,
+    decoder_block: str = "MIXTRAL",
+    axis: str = "data",
+    axis_types: AxisType = AxisType.Auto,
+    **config: Any,
 ) -> Bare:
+    """Args: `axis`, the first one of its mesh [2, 4]; the second is "expert"."""
     given = {"model_name": "mixtral", "routed_score_func": "", "mlp_activations": ["silu"], "model_call_mode": "train"}
     given |= {"num_experts": E, "routed_bias_update_rate": 0.01, "routed_scaling_factor": 2.5}
-    given |= {"matmul_precision": "highest"}
+    given |= {"matmul_precision": "highest", "moe_dropless_fallback": None, "ragged_buffer_factor": -1.0}
     given |= {"load_balance_loss_weight": 0.1, "mlp_activations_limit": -1.0, "capacity_factor": -1.0}
     given |= {"gradient_accumulation_steps": 1, "norm_topk_prob": False, "routed_bias": False, "mlp_bias": False}
+    given |= {"moe_log_max_load_ratio": True, "log_required_ragged_buffer_factor": True}
     off = ("use_random_routing", "activations_in_float32", "float32_weight_sum", "fuse_expert_scales")
     block = moe.ctypes.DecoderBlockType[decoder_block]
-    settings = SimpleNamespace(**given | config | dict.fromkeys(off, False), decoder_block=block, shard_mode=None)
+    settings = SimpleNamespace(**given | dict.fromkeys(off, False) | config, decoder_block=block, shard_mode=None)
     own = {"num_experts_per_tok": K, "dtype": jnp.dtype("float32"), "activation_fn": jax.nn.silu, "num_experts": E}
-    nothing = dict.fromkeys(("rngs", "quant", "per_expert_scale", "wi_kernel_axes", "wo_kernel_axes", "mesh"))
+    nothing = dict.fromkeys(("rngs", "quant", "per_expert_scale", "wi_kernel_axes", "wo_kernel_axes"))
     alone = {"get_context_partition_and_sub_seq": lambda length: (1, length), "is_hash_routing": False}
-    return Bare(moe.RoutedMoE, config=settings, _maybe_shard_with_logical=lambda x, *_: x, **own, **nothing, **alone)
+    mesh = helpers.mesh_of(**{axis: 2, "expert": 4})
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_types,) * 2)
+
+    def shard(x: jax.Array, spec: P) -> jax.Array:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if axis_types == AxisType.Explicit else x
+
+    file = zipfile.ZipFile(upstream.wheel("maxtext", "0.2.5"))
+    rules = yaml.safe_load(file.read("maxtext/configs/base.yml"))["logical_axis_rules"]
+
+    def mesh_axes(names: tuple[str | None, ...]) -> P:
+        found = spmd.logical_to_mesh_axes(names, [(name, tuple(np.atleast_1d(axes))) for name, axes in rules])
+        return P(*(tuple(a for a in part or () if a in mesh.axis_names) or None for part in found or ()))
+
+    places = {"_logical_to_mesh_axes": mesh_axes, "_maybe_shard_with_pspec": shard, "mesh": mesh}
+    places |= {"_maybe_shard_with_logical": lambda x, *_: x}
+    return Bare(moe.RoutedMoE, config=settings, **places, **own, **nothing, **alone)
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("name", MAXTEXT)
-def test_maxtext(name: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `RoutedMoE.dense_matmul` has, of every token and every expert; logits are not those of the inputs."""
-    real = ("maxtext.layers.moe", "maxtext.common.common_types")
-    moe = upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
-    layer = maxtext_layer(moe, **MAXTEXT[name])
-    batch, options = MAXTEXT[name].get("batch", B), MAXTEXT[name].get("options", {})
+def maxtext_operands(layer: Bare, rng: helpers.Rng, batch: int = B) -> tuple[Any, ...]:
+    """Of `sparse_matmul`; logits are not those of the inputs."""
     logits = draw(rng, batch, S, E)
     scores = jax.nn.sigmoid(logits) if layer.config.routed_score_func else None
     biases = [draw(rng, E, n) for n in (F, F, D)] if layer.config.mlp_bias else [None] * 3
     biased = logits if scores is None else scores + draw(rng, E) / 10
-    operands = (draw(rng, batch, S, D), biased, scores, *draw_experts(rng), *biases)
+    return draw(rng, batch, S, D), biased, scores, *draw_experts(rng), *biases
+
+
+@pytest.fixture
+def moe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = maxtext()
+    monkeypatch.setattr(module.RoutedMoE, "sparse_matmul", module.RoutedMoE.sparse_matmul)  # is put back
+    module.max_utils.is_eval.return_value = False
+    decoder = SimpleNamespace(get_remat_policy=lambda self: self.policy)
+    monkeypatch.setitem(sys.modules, "maxtext.layers.nnx_decoders", ModuleType("nnx_decoders"))
+    vars(sys.modules["maxtext.layers.nnx_decoders"])["NNXDecoder"] = decoder
+    vars(module)["decoder"] = decoder
+    return module
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", MAXTEXT)
+def test_maxtext(name: str, rng: helpers.Rng, moe: ModuleType) -> None:
+    """What `RoutedMoE.dense_matmul` has, of every token and every expert."""
+    layer = maxtext_layer(moe, **MAXTEXT[name])
+    operands = maxtext_operands(layer, rng, MAXTEXT[name].get("batch", B))
     wanted = with_gradients(layer.dense_matmul, *operands)
-    with Group(helpers.mesh_of(data=2, expert=4), "expert", timeout=30) as group:
-        monkeypatch.setattr(moe.RoutedMoE, "sparse_matmul", None)  # is put back
-        example.patch("maxtext", group, **options)
-        found = with_gradients(layer.sparse_matmul, *operands)
+    with Group(layer.mesh, "expert", timeout=30) as group:
+        example.patch("maxtext", group, **MAXTEXT[name].get("options", {}))
+        with jax.set_mesh(layer.mesh):
+            found = with_gradients(layer.sparse_matmul, *operands)
         group.check()
     if name == "float8":  # both factors of every product are rounded, also in the sums that are the cotangent
         for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -114,24 +165,101 @@ def test_maxtext(name: str, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -
         assert_alike(found, wanted)
     assert (wanted[1][1] is None) == (name == "decoding")
     assert (wanted[1][2] is None) == (not layer.config.routed_bias)
-    assert set(layer.sown) == {"te_moe_total_recv_tokens", "te_moe_recv_capacity_per_rank"}
+    assert set(layer.sown) == {"moe_has_overflow", "moe_max_load_ratio", "moe_required_rbf"}
 
 
-def test_maxtext_says_what_was_received(rng: helpers.Rng) -> None:
-    """The most assignments that a rank of any line has, and its capacity."""
-    ids = rng.permuted(np.tile(np.arange(E), (B, S, 1)), axis=2)[:, :, :K].astype(np.int32)
-    gate, up, down = map(jnp.asarray, draw_experts(rng))
-    with Group(helpers.mesh_of(data=2, expert=4), "expert", timeout=30) as group:
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("force_dropless", [False, True])
+@pytest.mark.parametrize("batch", [B, 1])
+def test_maxtext_obeys_ragged_buffer_factor(
+    force_dropless: bool, batch: int, rng: helpers.Rng, moe: ModuleType
+) -> None:
+    """A buffer for the fullest rank drops nothing, one with a row less does; what is sown tells the factor."""
+    layer = maxtext_layer(moe, batch)
+    operands = maxtext_operands(layer, rng, batch)
+    ids = np.argsort(-operands[1])[..., :K].reshape(2 if batch > 1 else 1, -1)  # of each line
+    most = max(np.bincount(line // (E // 4), minlength=4).max() for line in ids)
+    even = ids.shape[1] / 4
+    wanted = helpers.fetch(jax.jit(layer.dense_matmul)(*operands))
+    with Group(layer.mesh, "expert", timeout=30) as group:
+        example.patch("maxtext", group)
+        for rows in (most, most - 1):
+            vars(layer).update(ragged_buffer_factor_override=rows / even, force_dropless=force_dropless)
+            found, sown = jax.jit(lambda *operands: (layer.sparse_matmul(*operands), layer.sown))(*operands)
+            assert np.any(sown["moe_has_overflow"]) == (rows < most and not force_dropless)
+            assert sown["moe_max_load_ratio"] == sown["moe_required_rbf"] == np.float32(most / even)
+            if not np.any(sown["moe_has_overflow"]):
+                assert_alike(found, wanted)
+            layer.sown.clear()
 
-        def both(x: Any, ids: Any, weights: Any) -> Any:
-            experts = Experts(gate=gate, up=up, down=down)
-            out, received, room = example.experts_of(group, x, ids, weights, experts)
-            assert room == 4 * (B * S // 8) * K
-            return out, received
 
-        received = helpers.fetch(jax.jit(both)(draw(rng, B, S, D), ids, draw(rng, B, S, K)))[1]
-    owners = (ids // (E // 4)).reshape(2, -1)
-    assert received == max(np.bincount(line, minlength=4).max() for line in owners)
+@pytest.mark.parametrize("axis", ["data", "fsdp", "fsdp_transpose", "tensor", "tensor_sequence", "context"])
+def test_maxtext_shares_work(axis: str, rng: helpers.Rng, moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device has its share of the tokens, or of the experts' columns."""
+    layer, work = maxtext_layer(moe, axis=axis), []
+
+    def counted(tokens: jax.Array, ids: Any, weights: Any, experts: Experts, **options: Any) -> Any:
+        work.append(tokens.shape[0] * experts.down.shape[1])
+        return moe_mlp(tokens, ids, weights, experts, **options)
+
+    moe_mlp = example.jax_ep.moe_mlp
+    monkeypatch.setattr(example.jax_ep, "moe_mlp", counted)
+    with Group(layer.mesh, "expert", timeout=30) as group:
+        example.patch("maxtext", group)
+        jax.eval_shape(layer.sparse_matmul, *maxtext_operands(layer, rng))
+    assert work == [B * S * F // 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "quant", "message"),
+    [
+        ({"quantization": "int8"}, object(), "quantization='int8' with use_qwix_quantization=true alone"),
+        ({"moe_dropless_fallback": "layer"}, None, "moe_dropless_fallback='step', got 'layer'"),
+    ],
+)
+def test_maxtext_refuses(config: dict[str, Any], quant: Any, message: str, rng: helpers.Rng, moe: ModuleType) -> None:
+    layer = maxtext_layer(moe, **config)
+    vars(layer)["quant"] = quant
+    with pytest.raises(NotImplementedError, match=message):
+        example.maxtext(layer, *maxtext_operands(layer, rng), group=None)
+
+
+@pytest.mark.optimized
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize(("kept", "calls"), [((), 2), (("moe_x_sorted", "moe_mlpwi_0"), 1)])
+def test_maxtext_keeps_by_its_names(kept: tuple[str, ...], calls: int, rng: helpers.Rng, moe: ModuleType) -> None:
+    layer = maxtext_layer(moe)
+    vars(layer)["policy"] = jax.checkpoint_policies.save_only_these_names(*kept)
+    with Group(layer.mesh, "expert", timeout=30) as group:
+        example.patch("maxtext", group)
+        policy = moe.decoder.get_remat_policy(layer)
+        block = jax.checkpoint(layer.sparse_matmul, policy=policy)
+        loss = jax.value_and_grad(lambda *operands: jnp.sum(block(*operands)[0] ** 2), argnums=(0, 3, 4, 5))
+        text = str(jax.jit(loss).lower(*maxtext_operands(layer, rng)).compile().as_text())
+    assert text.count('custom_call_target="jax_ep_dispatch"') == calls
+
+
+def test_patch_applies(tmp_path: Path) -> None:
+    """docs/maxtext.patch, of at most 70 lines, to the released tree; it calls what the example has."""
+    patch = Path("docs/maxtext.patch")
+    text = patch.read_text()
+    assert text.count("\n") <= 70
+    assert all(hasattr(example, name) for name in re.findall(r"jax_ep_moe\.(?!py)(\w+)", text))
+    zipfile.ZipFile(upstream.wheel("maxtext", "0.2.5")).extractall(tmp_path / "src")
+    subprocess.run(["git", "apply", patch.resolve()], cwd=tmp_path, check=True, timeout=60)
+    assert "use_jax_ep" in (tmp_path / "src/maxtext/configs/base.yml").read_text()
+
+
+@pytest.mark.parametrize("project", ["maxtext", "easydel"])
+def test_signatures(project: str, moe: ModuleType) -> None:
+    """The example takes the arguments of the method that it replaces, by the same names, in the same order."""
+    method = moe.RoutedMoE.sparse_matmul
+    if project == "easydel":
+        method = easydel().BaseMoeModule._sparse_moe_call
+    theirs, ours = (inspect.signature(f).parameters for f in (method, getattr(example, project)))
+    assert [(p.name, p.kind, p.default) for p in theirs.values()] == [
+        (p.name, p.kind, p.default) for p in ours.values() if p.name not in ("group", "options")
+    ]
 
 
 @pytest.mark.usefixtures("native")
@@ -162,13 +290,17 @@ def test_tunix(rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_alike(found, wanted)
 
 
+def easydel() -> ModuleType:
+    folder = "easydel.layers.moe."
+    real = (folder + "_moe_module", folder + "_communication_utils")
+    return upstream.load(upstream.wheel("easydel", "0.3.0"), real, ("eformer", "ejkernel", "jaxtyping"))
+
+
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("biases", [False, True])
 def test_easydel(biases: bool, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What its own `_sparse_moe_call` has on one device."""
-    folder = "easydel.layers.moe."
-    real = (folder + "_moe_module", folder + "_communication_utils")
-    moe = upstream.load(upstream.wheel("easydel", "0.3.0"), real, ("eformer", "ejkernel", "jaxtyping"))
+    moe = easydel()
     axes = {moe.DP: "dp", moe.EP: "ep", moe.TP: "tp"}
     one = helpers.mesh_of(dp=1, ep=1, tp=1)
     config = SimpleNamespace(use_expert_tensor_mode=False, moe_force_xla_gmm=True, use_ring_of_experts=False)
