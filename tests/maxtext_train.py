@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 os.environ |= {
     "DECOUPLE_GCLOUD": "TRUE",
@@ -50,6 +49,7 @@ LATENT = "q_lora_rank=32 kv_lora_rank=32 qk_nope_head_dim=16 qk_rope_head_dim=16
 BUFFER = "moe_dropless_fallback=step use_ring_of_experts=true use_ragged_sort=true moe_log_max_load_ratio=true"
 CONFIGURATIONS = {
     "mixtral": "",
+    "exchange": "",  # MaxText's own `sparse_matmul` by `jax_ep.lax.ragged_all_to_all`
     "unscanned": "scan_layers=false",
     "bfloat16": "dtype=bfloat16",
     "deepseek3": f"model_name=deepseek3-test base_num_decoder_layers=3 {LATENT}",
@@ -64,14 +64,13 @@ CONFIGURATIONS = {
     "explicit": "shard_mode=explicit",
     "buffer": f"ragged_buffer_factor=0.75 {BUFFER}",  # drops in every step, and runs it again without
 }
-OTHERWISE = {  # what MaxText's dense path is compared with, where it cannot run the configuration itself
-    "explicit": "",
-    "buffer": "",
-}
+DENSE = {"explicit": "", "buffer": ""}  # MaxText's dense path cannot run these
+REPLACED = {RoutedMoE: "sparse_matmul", NNXDecoder: "get_remat_policy", jax.lax: "ragged_all_to_all"}
 
 
-def losses(options: str, *, by_jax_ep: bool) -> list[float]:
+def losses(name: str, *, by_jax_ep: bool) -> list[float]:
     """Those of MaxText's train loop; without jax_ep by `dense_matmul`, because CPUs have no ragged all-to-all."""
+    options = CONFIGURATIONS[name] if by_jax_ep else DENSE.get(name, CONFIGURATIONS[name])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
         base, metrics = importlib.resources.files("maxtext.configs") / "base.yml", Path(folder, "metrics.json")
         given = dict(word.split("=") for word in f"{TINY} {options}".split())
@@ -80,32 +79,35 @@ def losses(options: str, *, by_jax_ep: bool) -> list[float]:
             given["use_jax_ep"] = True
         config, recorder = train.initialize(["", str(base), *(f"{key}={value}" for key, value in given.items())])
         if by_jax_ep and not IN_TREE:
-            mesh = maxtext_utils.get_mesh_from_config(config)
-            integrations.patch("maxtext", opened.enter_context(jax_ep.Group(mesh, "expert")))
+            group = opened.enter_context(jax_ep.Group(maxtext_utils.get_mesh_from_config(config), "expert"))
+            if name == "exchange":
+                jax.lax.ragged_all_to_all = jax_ep.lax.ragged_all_to_all
+            else:
+                integrations.patch("maxtext", group)
         train.run(config, recorder)
         return [json.loads(line)["learning/loss"] for line in metrics.read_text().splitlines()]
 
 
 def main() -> int:
-    failed, theirs = [], (RoutedMoE.sparse_matmul, NNXDecoder.get_remat_policy)
+    failed = 0
     for name in sys.argv[1:] or CONFIGURATIONS:
-        start, output = time.monotonic(), io.StringIO()
-        found: Any = []
+        start, theirs = time.monotonic(), {owner: getattr(owner, what) for owner, what in REPLACED.items()}
         try:
-            with contextlib.redirect_stdout(output):
-                wanted = losses(OTHERWISE.get(name, CONFIGURATIONS[name]), by_jax_ep=False)
-                found = losses(CONFIGURATIONS[name], by_jax_ep=True)
-            error = np.abs(np.subtract(found, wanted)).max()
+            with contextlib.redirect_stdout(io.StringIO()):
+                wanted, found = losses(name, by_jax_ep=False), losses(name, by_jax_ep=True)
         finally:
-            RoutedMoE.sparse_matmul, NNXDecoder.get_remat_policy = theirs
+            for owner, what in REPLACED.items():
+                setattr(owner, what, theirs[owner])
             jax.clear_caches()
+        error = np.abs(np.subtract(found, wanted)).max()
         passed = len(found) == STEPS and error < (1e-3 if name == "bfloat16" else 2e-5)
+        failed += not passed
+        ends = " ".join(f"{values[0]:.5f} .. {values[-1]:.5f}" for values in (wanted, found))
         print(
-            f"{name:15} {wanted[0]:.5f} .. {wanted[-1]:.5f} {found[0]:.5f} .. {found[-1]:.5f} off {error:.1e}", end=""
+            f"{name:15} {ends} off {error:.1e} {time.monotonic() - start:4.0f} s{'' if passed else ' FAILED'}",
+            flush=True,
         )
-        print(f" {time.monotonic() - start:4.0f} s {'' if passed else 'FAILED'}", flush=True)
-        failed += [] if passed else [name]
-    return len(failed)
+    return failed
 
 
 if __name__ == "__main__":
