@@ -26,7 +26,7 @@ class Int8(NamedTuple):
 
 def quantized(matrix: jax.Array) -> Int8:
     scales = jnp.maximum(jnp.abs(matrix).max(axis=1), 1e-30).astype(jnp.float32) / 127
-    return Int8(jnp.round(matrix / scales[:, None]).astype(jnp.int8), scales)
+    return Int8(jnp.round(matrix.astype(jnp.float32) / scales[:, None]).astype(jnp.int8), scales)
 
 
 def int8_dot(rows: jax.Array, matrix: Int8, group_sizes: jax.Array) -> jax.Array:

@@ -214,7 +214,7 @@ def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, j
     tiles = pl.cdiv(ends - begins, height)
     last_tiles = jnp.cumsum(tiles)
     program = jnp.arange((rows + ends.size * (height - 1)) // height, dtype=jnp.int32)
-    group = jnp.minimum((last_tiles <= program[:, None]).sum(axis=1, dtype=jnp.int32), ends.size - 1)
+    group = jnp.minimum((last_tiles[None, :] <= program[:, None]).sum(axis=1, dtype=jnp.int32), ends.size - 1)
     first = begins[group] + (program - (last_tiles - tiles)[group]) * height
     return group, first, jnp.maximum(ends[group], first)
 

@@ -93,6 +93,7 @@ def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # the example calls Pallas itself
 def test_ways_of_matching_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

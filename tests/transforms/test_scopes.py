@@ -49,6 +49,16 @@ def _lookup(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
     return embedding.sharded_lookup(x, ids[:, 0], **given) + needed[0].astype(x.dtype)
 
 
+def _square(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """In 16 bits, as the kernels on GPUs want it."""
+
+    def body(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
+        narrow = x.astype(jnp.bfloat16)
+        return op(narrow, narrow.T, **given)
+
+    return body
+
+
 # The names in the forward pass, and in the backward pass by kernels; some transposes are other ops.
 OPS: dict[str, tuple[Callable[..., jax.Array], set[str], set[str]]] = {
     "moe_mlp": (
@@ -68,9 +78,9 @@ OPS: dict[str, tuple[Callable[..., jax.Array], set[str], set[str]]] = {
             "ragged_dot": _product,
             "ragged_all_to_all": _exchange,
             "sparse_all_reduce": _sparse,
-            "matmul_all_reduce": lambda x, _, **given: jax_ep.matmul_all_reduce(x, x.T, **given),
-            "matmul_reduce_scatter": lambda x, _, **given: jax_ep.matmul_reduce_scatter(x, x.T, **given),
-            "all_gather_matmul": lambda x, _, **given: jax_ep.all_gather_matmul(x, x.T, **given),
+            "matmul_all_reduce": _square(jax_ep.matmul_all_reduce),
+            "matmul_reduce_scatter": _square(jax_ep.matmul_reduce_scatter),
+            "all_gather_matmul": _square(jax_ep.all_gather_matmul),
         }.items()
     },
 }
