@@ -96,22 +96,21 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             "of the bound by bytes": f"{bound / seconds:.2f}" if bound else "-",
         }
 
-    def prompt(length: int) -> jax.Array:
-        return jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
-
-    prompts = list(map(prompt, case.prompts))
-    lowered = [model.decoder(config, how, ids.size).prefill.lower(params, ids, key) for ids in prompts]
-    length = case.context + case.steps
-    empty_caches = [jax.eval_shape(partial(model.empty_cache, config, how, batch, length)) for batch in case.batches]
-    for batch, empty in zip(case.batches, empty_caches, strict=True):
-        step = model.decoder(config, how, length).step
-        lowered.append(step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key))
-    with ThreadPoolExecutor() as pool:  # before a cache is allocated: XLA tries tilings on buffers of its own
-        compiled = list(pool.map(lambda one: one.compile(), lowered))
-    prefills, steps = compiled[: len(prompts)], compiled[len(prompts) :]
-    for prefill, ids in zip(prefills, prompts, strict=True):
+    for length in case.prompts:
+        prefill, _ = model.decoder(config, how, length)
+        ids = jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
         seconds = seconds_of(lambda run=prefill, ids=ids: run(params, ids, key)[0], repeats)
-        yield row(f"prefill, 1 x {ids.size:,}", ids.size, seconds, None)
+        yield row(f"prefill, 1 x {length:,}", length, seconds, None)
+
+    def lowered(batch: int) -> tuple[Any, Any]:
+        """A step, lowered, and the shapes of its cache."""
+        empty = jax.eval_shape(lambda: model.empty_cache(config, how, batch, case.context + case.steps))
+        step = model.decoder(config, how, case.context + case.steps).step
+        return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key), empty
+
+    lowered_steps, empty_caches = zip(*map(lowered, case.batches), strict=True)
+    with ThreadPoolExecutor() as pool:  # before a cache is allocated: XLA tries tilings on buffers of its own
+        steps = list(pool.map(lambda one: one.compile(), lowered_steps))
     for batch, step, empty in zip(case.batches, steps, empty_caches, strict=True):
         sharding = NamedSharding(group.mesh, how.rows(batch, 1))
         tokens, cache = jnp.zeros(batch, jnp.int32), filled(empty, case.context, sharding)
