@@ -3,7 +3,7 @@
     integrations.patch("maxtext", jax_ep.Group(mesh, "expert"))  # before the model's first call
 
 Each function below takes the place of one method, with its arguments and results. Routing, losses, biases and
-activations remain the project's own, so that whatever its options say of them holds.
+activations remain the project's own, so its options for them still apply.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ KEPT_AS = {  # what moe_mlp names for jax.checkpoint, and what MaxText's options
     "jax_ep_products": ("mlpwi_0", "moe_mlpwi_0", "moe_mlpwi_1"),
     "jax_ep_combine": ("mlpwo", "moe_mlpwo"),
 }
-open_group = functools.cache(jax_ep.Group)  # one for each mesh, for a project's own tree
+open_group = functools.cache(jax_ep.Group)  # a group per mesh and axis, for docs/maxtext.patch
 
 
 def axes_of(*parts: Any) -> tuple[str, ...]:
@@ -34,7 +34,8 @@ def axes_of(*parts: Any) -> tuple[str, ...]:
 
 
 def batch_axes(group: jax_ep.Group, size: int) -> tuple[str, ...]:
-    """Where the axes do not divide a batch, as in decoding, each rank of the group has all its tokens."""
+    """The mesh axes over which a batch of `size` is spread. If they do not divide it, as in decoding, the group's axes
+    are left out: every rank of the group then has all tokens."""
     sizes, own = group.mesh.shape, axes_of(group.axis_name)
     axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
     if size % math.prod(sizes[axis] for axis in axes) == 0:
@@ -55,7 +56,7 @@ def experts_of(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, S, D], [B, S, K] twice -> the sums [B, S, D]; and of each rank its load and what it dropped.
 
-    A load is a multiple of the even one, as `capacity_factor` is.
+    A rank's load is given relative to the even load.
 
     Args:
       rows: the axes over which B and S are spread; by default B over `batch_axes`.
@@ -148,7 +149,9 @@ def maxtext(
     if early := config.decoder_block.value == "llama4":
         weights = jax.nn.sigmoid(weights.astype(jnp.float32))
     force_dropless = getattr(self, "force_dropless", False)
-    if (factor := self.get_ragged_buffer_factor()) > 0 and not force_dropless:
+    if force_dropless:
+        options = {name: x for name, x in options.items() if name not in ("capacity", "capacity_factor", "on_overflow")}
+    elif (factor := self.get_ragged_buffer_factor()) > 0:
         options = {"capacity_factor": factor, "on_overflow": "drop", **options}
     operands = (inputs, ids, weights, experts, rows, split, shard)
     out, loads, dropped = experts_of(group, *operands, weigh_inputs=early, **options)
@@ -225,7 +228,7 @@ def easydel(
         gate=wi_kernel.astype(self.dtype),
         up=wu_kernel.astype(self.dtype),
         down=wd_kernel.astype(self.dtype),
-        biases=None if wi_bias is None else (wi_bias, wu_bias, wd_bias),
+        biases=None if wi_bias is None else tuple(b.astype(self.dtype) for b in (wi_bias, wu_bias, wd_bias)),
         activation=act_fn if ffn_activation is None else jax_ep.Gated(ffn_activation),
     )
     ids, weights = (a.reshape(*x.shape[:2], -1) for a in (ids, weights))
@@ -246,5 +249,10 @@ def patch(project: str, group: jax_ep.Group, **options: Any) -> None:
     setattr(getattr(importlib.import_module(module), owner), method, replacement)
     if project == "maxtext":
         decoder = importlib.import_module("maxtext.layers.nnx_decoders").NNXDecoder
-        theirs = decoder.get_remat_policy
-        decoder.get_remat_policy = lambda self: kept_by_maxtext(theirs(self))
+        theirs = getattr(decoder.get_remat_policy, "theirs", decoder.get_remat_policy)  # also if it is patched again
+
+        def get_remat_policy(self: Any) -> Any:
+            return kept_by_maxtext(theirs(self))
+
+        get_remat_policy.theirs = theirs
+        decoder.get_remat_policy = get_remat_policy

@@ -1,7 +1,7 @@
 """A stable sort of few ids in one launch, for GPUs that Triton compiles for.
 
-Every id is compared with all others: its place is the number of smaller ids, and of equal ones before it. For up to
-about a thousand ids this takes less time than the launches of a sort in several steps.
+Every id is compared with all others: its place is the number of smaller ids, and of equal ones before it. Few ids are
+compared in less time than the launches of a sort in several steps take.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
 from jax_ep.pallas_kernels.checks import check_array
 
-BLOCK = 64  # ids of a program, and of the others that it compares at once
+BLOCK = 64  # a program places this many ids, and compares them with as many at a time
 MOST_IDS = 2048
 
 
@@ -61,21 +61,21 @@ def _place(ids: Any, place: Any, order: Any, sizes: Any) -> None:
         at = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         other, exists = _load(ids, at, groups)[None, :], (at < count)[None, :]
         earlier = (other < own) | ((other == own) & (at[None, :] < mine[:, None]))
-        here = other == mine[:, None]  # a block of groups has the numbers of a block of ids
+        here = other == mine[:, None]  # `mine` also numbers the program's groups
         before, size = (jnp.sum(exists & each, axis=1, dtype=jnp.int32) for each in (earlier, here))
         return sums[0] + before, sums[1] + size
 
     zeros = jnp.zeros(BLOCK, jnp.int32)
     before, size = jax.lax.fori_loop(np.int32(0), np.int32(pl.cdiv(count, BLOCK)), add, (zeros, zeros))
     inside, belongs = mine < count, own[:, 0] < groups
-    at = jnp.where(inside, mine, count)  # what is masked is written back in interpret mode
+    at = jnp.where(inside, mine, count)  # interpret mode writes masked elements, but not out of bounds
     triton.store(place.at[at], jnp.where(belongs, before, -1), mask=inside)
     triton.store(order.at[jnp.where(inside, before, count)], jnp.where(belongs, mine, -1), mask=inside)
     triton.store(sizes.at[jnp.where(mine < groups, mine, groups)], size, mask=mine < groups)
 
 
 def _load(ids: Any, at: jax.Array, groups: int) -> jax.Array:
-    """int32: the ids, with `groups` for those outside and where there is none."""
+    """int32: the ids; `groups` stands for an id outside [0, groups) and past the end."""
     inside = at < ids.shape[0]
     found = triton.load(ids.at[jnp.where(inside, at, 0)], mask=inside, other=0)
     return jnp.where(inside & (found >= 0) & (found < groups), found, groups).astype(jnp.int32)

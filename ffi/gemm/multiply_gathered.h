@@ -14,7 +14,8 @@
 
 namespace jax_ep::gemm {
 
-// What TMA loads if rows are gathered and operands swapped: the weights.
+// What TMA loads if rows are gathered and operands swapped: the weights. The CTAs of a cluster have the same weights,
+// and each has its own rows.
 template <class WeightsOf>
 struct WideSource {
   using Weights = WeightsOf;

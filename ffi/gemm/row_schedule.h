@@ -9,9 +9,9 @@
 
 namespace jax_ep::gemm {
 
-constexpr int kRowStep = 16;                // rows by which tiles differ
+constexpr int kRowStep = 16;                // tile heights are multiples of this
 constexpr int kMaxRows = 256;               // of a tile: more sums would not fit into the registers
-constexpr int kMaxGathered = kMaxRows / 2;  // where CTAs of a cluster split the rows
+constexpr int kMaxGathered = kMaxRows / 2;  // of a CTA's tile, if the CTAs of a cluster split the rows
 constexpr int kTileColumns = 128;           // of one matrix of weights; a gated product has 64 of each
 
 // What a CTA computes in one step: out[row.., col..]. The rows before `row_end` belong to the group.
@@ -35,8 +35,8 @@ class RowTiles {
     open(0);
   }
 
-  // Finds the tile of one CTA in a pair. False after the last pair. `pair` must not fall from call to call. All lanes
-  // call with the same pair; each may ask for another CTA's tile.
+  // Finds the tile of one CTA in a pair. False after the last pair. Successive calls must not pass a smaller `pair`.
+  // All lanes call with the same pair; each may ask for another CTA's tile.
   JAX_EP_FN bool find(int pair, int cta_in_cluster, RowTile* tile) {
     uint64_t holders;
     while (!(holders = coop_.ballot(pair < held_.first + tiles_of(held_) * columns_))) {

@@ -183,8 +183,8 @@ struct SwappedGateAndUp {
 // so that twice as many bytes of weights are under way.
 JAX_EP_CONSTANT_FN int stage_k_of(int rows) { return rows <= kSlice ? 2 * kBlockK : kBlockK; }
 
-// Tiles with swapped operands (multiply_swapped.h). The CTAs of a cluster have the same rows, and each loads half for
-// both. If the weights are wide, the CTAs have the same weights and each has its own rows.
+// Tiles with swapped operands (multiply_swapped.h). The CTAs of a cluster have the same rows: the first CTA loads the
+// first 128 for both, and the second the rest.
 template <class WeightsOf>
 struct SwappedSource {
   using Weights = WeightsOf;

@@ -1,5 +1,5 @@
 // Which tile pairs a cluster takes if tiles differ in height (multiply_swapped.h). The cluster that is done first takes
-// the next pair, unless all tiles take as long.
+// the next pair. If all tiles take equally long, pairs are dealt out in a fixed order.
 #pragma once
 
 #include "gemm/pipeline.h"
@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// The tiles of a CTA that its cluster has taken and that not all warps of the cluster have begun.
+// The tiles of a CTA that are taken and that some warp of the cluster has yet to begin.
 struct TileQueue {
   static constexpr int kAhead = 2;
   RowTile tiles[kAhead];  // with group kNoTile after the last
@@ -34,7 +34,8 @@ class TileTaker {
         tiles_(problem, tile_columns, split, coop_of(lane_)),
         counter_(counter) {}
 
-  // Waits until all warps have begun the pair before the last, then takes the next pair. False after the last pair.
+  // Waits for a free slot, in which all warps have begun their tile, then takes the next pair. False after the last
+  // pair.
   JAX_EP_FN bool take() {
     if (!more_) return false;
     wait_barrier(&queue_.empty[at_.stage], at_.parity ^ 1, "all warps to begin a tile");

@@ -1,8 +1,7 @@
 """`python -m jax_ep report trace.json`: where the time of a `jax_ep.profile` went, and who waited for whom.
 
-Threads of an op differ in what they do, so a phase counts as the mean over the threads of the rank. All ranks of an op
-wait for the one that waits least: it came last, or was slow inside the op. A wait for a rank that waits itself counts
-for the rank at the end of the chain.
+Threads of an op differ in what they do, so a phase counts as the mean over the threads of the rank. The rank that
+waited least in an op is taken to be the one that the others waited for: it came last, or was slow inside the op.
 """
 
 import json
@@ -36,7 +35,7 @@ class _Op(NamedTuple):
     is_product: bool = False
 
 
-_Line = dict[int, dict[_Op, _OpOfRank]]  # by rank: those that exchange with each other
+_Line = dict[int, dict[_Op, _OpOfRank]]  # the ops of each rank, of ranks that exchange with each other
 
 
 def report(paths: Sequence[Path]) -> str:
@@ -51,11 +50,13 @@ def report(paths: Sequence[Path]) -> str:
     for path in paths:
         try:
             _read(json.loads(path.read_text()), lines, notes)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             what = f"{type(error).__name__}: {error}"
             raise ValueError(printable(f"{path} is no trace of jax_ep.profile: {what}")) from error
     text = [each for name, line in lines.items() for each in _of_line(name, line)]
-    return "\n".join(map(printable, [*notes, *text])) or "no op has ended in this profile"
+    if not any(ops for line in lines.values() for ops in line.values()):
+        text = ["no op has ended in this profile"]
+    return "\n".join(map(printable, [*notes, *text]))
 
 
 def _read(trace: Any, lines: dict[str, _Line], notes: list[str]) -> None:
@@ -71,12 +72,12 @@ def _read(trace: Any, lines: dict[str, _Line], notes: list[str]) -> None:
         if event["ph"] == "X":
             pid, number, op = event["pid"], int(event["args"]["epoch"]), str(event["args"]["op"])
             if event["cat"] == "phase":
-                phases[pid, number, op][str(event["name"])] += event["dur"]
+                phases[pid, number, op][str(event["name"])] += float(event["dur"])
             else:
                 threads[pid, _Op(number, op, event["cat"] == "product")].append(event)
     for (pid, op), slices in threads.items():
         mean = {phase: time / len(slices) for phase, time in phases[pid, op.number, op.name].items()}
-        begin, end = min(each["ts"] for each in slices), max(each["ts"] + each["dur"] for each in slices)
+        begin, end = min(float(each["ts"]) for each in slices), max(each["ts"] + each["dur"] for each in slices)
         ranks[pid][op] = _OpOfRank(begin, end, mean)
 
 
@@ -110,11 +111,11 @@ def _table(head: list[str], rows: list[list[str]]) -> Iterator[str]:
 
 
 class _Wait(NamedTuple):
-    """An op in which all others waited for one rank."""
+    """An op, and the rank that the others are taken to have waited for."""
 
     op: _Op
     rank: int
-    own: _OpOfRank | None  # None if the rank has not begun the op
+    own: _OpOfRank | None  # None if the profile has no such op of the rank
     others: dict[int, _OpOfRank]
 
     def waited(self, other: int) -> float:
@@ -127,7 +128,7 @@ class _Wait(NamedTuple):
 
     def why(self) -> str:
         if self.own is None:
-            return "it has not begun the op"
+            return "it has no such op in this profile"
         first = min(self.others, key=lambda other: self.others[other].begin)
         late = max(self.own.begin - self.others[first].begin, 0.0)
         excess = {phase: time - self._usual(phase) for phase, time in self.own.phases.items() if phase not in _WAITS}

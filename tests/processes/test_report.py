@@ -229,7 +229,7 @@ TABLES = """\
        2    0.0  300.0      -  900.0
        3    0.0  300.0  500.0      -
   longest waits
-    combine 3: 900.0 us for rank 3; it has not begun the op
+    combine 3: 900.0 us for rank 3; it has no such op in this profile
     dispatch 1: 500.0 us for rank 2; it came 500.0 us after rank 0
     combine 2: 300.0 us for rank 1; its send took 200.0 us, that of the others 50.0
 """
@@ -272,7 +272,16 @@ def test_a_trace_that_has_lost_ops(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "scatter 1: " not in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": [{}]}', "[" * 100_000, None])
+def test_a_trace_without_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_trace(tmp_path / "trace.json", {0: [], 1: []})
+    assert main(["report", str(tmp_path / "trace.json")]) == 0
+    assert capsys.readouterr().out == "no op has ended in this profile\n"
+
+
+INFINITE = '{"traceEvents": [{"ph": "X", "pid": 0, "args": {"epoch": 1e999, "op": "a"}}]}'
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": [{}]}', "[" * 100_000, INFINITE, None])
 def test_other_files_are_no_traces(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     if content is not None:

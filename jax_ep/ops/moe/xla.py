@@ -97,7 +97,8 @@ def routing_of(
 def dispatch_in_place(
     config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Unexpanded:
-    """`jax_ep.dispatch` with expand=False, whose rows are `tokens`. Differentiable by JAX."""
+    """A dispatch in a group of one rank: rows stay in `tokens`, and `indices` says which token each row is.
+    Differentiable by JAX."""
     placed, order = _sorted(config, expert_ids.reshape(-1))
     routing = routing_of(placed, weights[None], 0, config, expert_ids)
     indices = jnp.where(order >= 0, order // max(expert_ids.shape[1], 1), ZERO_ROW)
@@ -105,9 +106,9 @@ def dispatch_in_place(
 
 
 def _sorted(config: DispatchConfig, ids: jax.Array) -> tuple[Layout, jax.Array]:
-    """Where the assignments [N] of one rank lie, and the assignment of each row, [C] int32; -1 for none.
+    """Where the assignments [N] int32 of a group of one rank lie, and the assignment of each row, [C] int32, or -1.
 
-    On GPUs one kernel sorts the few of a layer that decodes, where XLA launches eight.
+    On GPUs one kernel sorts up to `MOST_IDS` assignments, as in decoding. XLA would launch eight.
     """
     capacity = config.capacity
 
