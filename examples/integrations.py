@@ -224,11 +224,12 @@ def easydel(
         refine_weights_hook=getattr(hooks, "refine_weights_hook", None),
         num_experts_per_tok=self.num_experts_per_tok,
     )
+    biases = None if wi_bias is None else (wi_bias, wu_bias, wd_bias)
     experts = jax_ep.Experts(
         gate=wi_kernel.astype(self.dtype),
         up=wu_kernel.astype(self.dtype),
         down=wd_kernel.astype(self.dtype),
-        biases=None if wi_bias is None else tuple(b.astype(self.dtype) for b in (wi_bias, wu_bias, wd_bias)),
+        biases=jax.tree.map(lambda b: b.astype(self.dtype), biases),
         activation=act_fn if ffn_activation is None else jax_ep.Gated(ffn_activation),
     )
     ids, weights = (a.reshape(*x.shape[:2], -1) for a in (ids, weights))
@@ -254,5 +255,5 @@ def patch(project: str, group: jax_ep.Group, **options: Any) -> None:
         def get_remat_policy(self: Any) -> Any:
             return kept_by_maxtext(theirs(self))
 
-        get_remat_policy.theirs = theirs
+        setattr(get_remat_policy, "theirs", theirs)  # noqa: B010
         decoder.get_remat_policy = get_remat_policy

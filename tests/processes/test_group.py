@@ -162,7 +162,7 @@ def test_close_awaits_results(leave: Any, native: None, open_group: OpenGroup, r
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_arrays_on_explicit_axes(kind: AxisType) -> None:
     """JAX's error for arrays that are not in the shards of in_specs says what to do about the mesh."""
-    mesh = jax.make_mesh((2,), ("ep",), axis_types=(kind,), devices=helpers.mesh_of(ep=2).devices.ravel())
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(kind,), devices=[*helpers.mesh_of(ep=2).devices.flat])
     mapped = jax.jit(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     fails = pytest.raises(ValueError, match="in_specs") if kind == AxisType.Explicit else contextlib.nullcontext()
     with fails as caught, Group(mesh, "ep"):

@@ -18,6 +18,7 @@ from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe.layout import Layout, count_invalid, layout
 from jax_ep.ops.moe.settings import DispatchConfig
 from jax_ep.ops.moe.types import DISPATCHED, NO_GRADIENT, Dispatched, Routing, Unexpanded
+from jax_ep.pallas_kernels.counting_sort import MOST_IDS
 
 
 def xla_dispatch(
@@ -130,7 +131,7 @@ def _sorted(config: DispatchConfig, ids: jax.Array) -> tuple[Layout, jax.Array]:
         )
         return placed, jnp.pad(order, (0, capacity - ids.size), constant_values=-1)
 
-    few = 0 < ids.size <= min(pallas_kernels.MOST_IDS, capacity) and config.alignment == 1
+    few = 0 < ids.size <= min(MOST_IDS, capacity) and config.alignment == 1
     return by_kernel_on_gpus(by_kernel, by_xla)(ids) if few else by_xla(ids)
 
 
