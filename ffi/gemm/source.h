@@ -22,8 +22,8 @@
 namespace jax_ep::gemm {
 
 // Loads the first `wanted` slices of an operand. The others are outside the matrix, and TMA would take time to fill
-// them with zeros. If `shared`, each CTA of the cluster loads half of the slices for both; if their number is odd, the
-// CTAs take turns to load the odd slice. `once`: nobody reads the slices again.
+// them with zeros. If `shared`, each CTA of the cluster loads half of kSlices for both; if kSlices is odd, the CTAs
+// take turns to load the odd slice. `once`: nobody reads the slices again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int cta_in_cluster, uint64_t* barrier) {
