@@ -20,7 +20,7 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 
 // Hands out items by ticket, so that fast coops take more of them and coops that have not begun take none. A coop makes
 // one PushItems for an op; the constructor draws its first ticket. All lanes call together. next() may be called again
-// after it has returned -1.
+// after it has returned -1. A ticket is for `per_ticket` neighbouring items, of which next() returns the first.
 //
 // `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
 // on. So a small op does not wait for the first ticket. When next() has returned -1 and all items are
@@ -28,9 +28,10 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 // A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
 class PushItems {
  public:
-  JAX_EP_FN PushItems(Op& op, int items, bool own_first = false)
+  JAX_EP_FN PushItems(Op& op, int items, bool own_first = false, int per_ticket = 1)
       : op_(op),
         items_(items),
+        per_ticket_(per_ticket),
         own_(own_first ? smaller(items, smaller(op.coop.sender.count, kMaxClaims)) : 0),
         looked_(op.coop.sender.index),
         has_own_(own_first && looked_ < own_) {
@@ -42,11 +43,16 @@ class PushItems {
   }
 
   JAX_EP_FN int next() {
-    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(issued_);
+    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(issued_) * per_ticket_;
     if (item >= items_) return -1;
     begun_ = true;
     issued_ = op_.ask_for_push_ticket();
     return item;
+  }
+  // The items of next()'s ticket.
+  JAX_EP_FN Range next_range() {
+    const int item = next();
+    return item < 0 ? Range{0, 0} : Range{item, smaller(item + per_ticket_, items_)};
   }
 
   // Whether another coop has stolen the item that next() returned. If so, skip the item: its thief puts and announces
@@ -67,8 +73,8 @@ class PushItems {
 
  private:
   Op& op_;
-  const int items_, own_;  // the first `own_` items need no ticket
-  int looked_;             // the item that was checked last
+  const int items_, per_ticket_, own_;  // the first `own_` items need no ticket
+  int looked_;                          // the item that was checked last
   const bool has_own_;
   bool begun_ = false;
   uint64_t claimed_before_ = 0, issued_ = 0;
@@ -98,13 +104,13 @@ class Announcer {
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int row_items = 1)
       : op_(op), chunks_(chunks), row_items_(row_items) {}
 
-  // An item of `row` was put. `mover` has puts and complete_to.
+  // `items` items of `row`, or of its chunk, were put. `mover` has puts and complete_to.
   template <class Mover>
-  JAX_EP_FN void after(int row, Mover& mover) {
+  JAX_EP_FN void after(int row, Mover& mover, int items = 1) {
     const int chunk = chunks_.chunk_of(row);
     if (chunk != chunk_) announce(written_, mover);
     chunk_ = chunk;
-    ++put_;
+    put_ += items;
     written_ = mover.puts();
   }
 

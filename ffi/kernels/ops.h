@@ -29,5 +29,5 @@ enum class OpKind : int32_t {
 // The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are
 // compiled for each dtype. Byte-wise kernels only move rows, and are compiled once.
 #define JAX_EP_VALUE_KERNELS(X) \
-  X(Float8DispatchArgs) X(Float8RowsDispatchArgs) X(CombineArgs) X(LongCombineArgs) X(SparseReduceArgs)
+  X(Float8DispatchArgs) X(Float8RowsDispatchArgs) X(CombineArgs) X(GroupedCombineArgs) X(SparseReduceArgs)
 #define JAX_EP_BYTE_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

@@ -13,9 +13,9 @@ constexpr int kRowThreads = 256;  // of a CTA; more would leave a thread fewer t
 
 // Shared memory of a coop; eight coops use all that a CTA may have on sm_90. After the barriers a kernel has
 // - Float8RowsDispatchArgs: a row of 7168 values in float8 to write, and three half rows of 16-bit values to read;
-// - LongCombineArgs: one half row of 16-bit values to write, and three to read;
-// - CombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
-// - kernels with a RowMover: a ring of three parts of a row.
+// - GroupedCombineArgs, if rows are long: one half row of 16-bit values to write, and three to read;
+// - CombineArgs, GroupedCombineArgs and SparseReduceArgs: two batches of 4 KiB to write, and five to read;
+// - kernels with a RowMover: a ring of four parts of a row.
 constexpr int kWarpBytes = kBarrierBytes + 7424 + 3 * 7168;
 
 struct RowShape {

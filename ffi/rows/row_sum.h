@@ -22,8 +22,8 @@ JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
   return batches ? ceil_div(packs, batches) : 1;
 }
 
-// `kPacks`: the most packs of a batch that a lane has.
-template <class T, int kPacks = kLanePacks>
+// `kPacks`: the most packs of a batch that a lane has. `kSeveral`: whether a job has several sums.
+template <class T, int kPacks = kLanePacks, bool kSeveral = false>
 class RowSum {
  public:
   // `words`: all rows are made of 16-byte words. `width`: values of a typical row.
@@ -53,6 +53,21 @@ class RowSum {
       sum_directly(terms, sinks, width);
   }
   JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
+
+  // Several sums, each of the terms in terms.stride() lanes, and with its sinks in the same lanes. begin_sums() asks
+  // for their rows and finishes the sums before; sums_to() gives the sinks.
+  JAX_EP_FN void begin_sums(const LaneTerms<const T>& terms, int width) {
+    if (stream_.in_bulk()) stream_.ask_for(terms, cut(width));
+    finish();
+  }
+  JAX_EP_FN void sums_to(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
+    if (stream_.in_bulk()) return stream_.begin(terms, sinks, cut(width));
+    for (Lanes left = used_lanes(terms, sinks); left;) {
+      const Lanes lanes = lanes_of_first_sum(left, terms.stride());
+      sum_directly(terms.within(lanes), sinks.within(lanes), width);
+      left &= ~lanes;
+    }
+  }
   JAX_EP_FN void drop() { stream_.drop(); }
 
   JAX_EP_FN void acquire() { stream_.acquire(); }
@@ -91,8 +106,19 @@ class RowSum {
   };
 
   JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
+    if constexpr (!kSeveral) return sum_one(terms, sinks, width);
+    for (Lanes left = used_lanes(terms, sinks); left;) {
+      const Lanes lanes = lanes_of_first_sum(left, terms.stride());
+      sum_one(terms.within(lanes), sinks.within(lanes), width);
+      left &= ~lanes;
+    }
+  }
+  JAX_EP_FN void sum_one(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
     for (int first = 0; first < width; first += batch_)
       sum_batch<kPacks>(terms, sinks, first, smaller(batch_, width - first));
+  }
+  JAX_EP_FN Lanes used_lanes(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks) const {
+    return terms.holders() | sinks.holders();
   }
 
   template <int kUsed>

@@ -15,23 +15,41 @@ struct WeightedRow {
   float weight;
 };
 
-// Terms in the lanes of a coop, at most one in each, in the order of lanes.
+// A bit for each lane of a coop.
+using Lanes = std::conditional_t<(Coop::lanes > 32), uint64_t, uint32_t>;
+
+// The lanes [0, width).
+JAX_EP_FN Lanes first_lanes(int width) {
+  return width < Coop::lanes ? (Lanes{1} << width) - 1 : static_cast<Lanes>(~uint64_t{0});
+}
+
+// The lanes of the sum to which the first lane of `left` belongs; each sum has `stride` lanes.
+JAX_EP_FN Lanes lanes_of_first_sum(Lanes left, int stride) {
+  const int lane = lowest_bit(left);
+  return first_lanes(stride) << (lane - lane % stride);
+}
+
+// Terms in the lanes of a coop, at most one in each, in the order of lanes: those of one sum, or of several sums, each
+// in `stride` neighbouring lanes.
 template <class Row>
 class LaneTerms {
  public:
-  using Lanes = std::conditional_t<(Coop::lanes > 32), uint64_t, uint32_t>;  // a bit each
-
-  JAX_EP_FN LaneTerms(const Coop& coop, WeightedRow<Row> mine, Lanes holders)
-      : coop_(&coop), mine_(mine), holders_(holders) {}
-  JAX_EP_FN LaneTerms() : coop_(nullptr), mine_{nullptr, 0}, holders_(0) {}
+  JAX_EP_FN LaneTerms(const Coop& coop, WeightedRow<Row> mine, Lanes holders, int stride = Coop::lanes)
+      : coop_(&coop), mine_(mine), holders_(holders), stride_(stride) {}
+  JAX_EP_FN LaneTerms() : coop_(nullptr), mine_{nullptr, 0}, holders_(0), stride_(Coop::lanes) {}
 
   JAX_EP_FN bool cached() const { return true; }
   JAX_EP_FN const LaneTerms& in_lanes() const { return *this; }
+  JAX_EP_FN int stride() const { return stride_; }
+  // The terms in some of the lanes.
+  JAX_EP_FN LaneTerms within(Lanes lanes) const {
+    const bool mine = lanes >> coop_->lane & 1;
+    return {*coop_, {mine ? mine_.row : nullptr, mine_.weight}, holders_ & lanes};
+  }
   JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN Lanes holders() const { return holders_; }
-  // mine(): this lane's row, or null. before(): how many rows the lanes before it have.
+  // This lane's row, or null.
   JAX_EP_FN Row* mine() const { return mine_.row; }
-  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
   JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
   // All lanes see the same terms, and null past the last.
@@ -56,6 +74,7 @@ class LaneTerms {
   const Coop* coop_;
   WeightedRow<Row> mine_;
   Lanes holders_;
+  int stride_;
 };
 
 // The terms among term_of(0) .. term_of(count - 1) that have a row.
@@ -67,7 +86,7 @@ class Terms {
     WeightedRow<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(coop.lane < count ? coop.lane : count - 1);  // all lanes ask together
     if (coop.lane >= count) mine.row = nullptr;
-    held_ = {coop, mine, static_cast<typename LaneTerms<Row>::Lanes>(coop.ballot(mine.row))};
+    held_ = {coop, mine, static_cast<Lanes>(coop.ballot(mine.row))};
   }
 
   // Whether the lanes hold the terms.

@@ -118,8 +118,10 @@ struct CombineArgs {
   char* landing;             // [R, T, H] partial sums
 };
 
-// CombineArgs for the kernel that sums long batches.
-struct LongCombineArgs : CombineArgs {};
+// CombineArgs for the kernel that takes tokens in groups.
+struct GroupedCombineArgs : CombineArgs {};
+// The terms of a token's sum: a row of each peer, and this rank's own rows.
+JAX_EP_CONSTANT_FN int combine_width(const CombineArgs& args, int ranks) { return ranks - 1 + args.top_k; }
 
 // What is wrong with the rows of an op along a routing.
 template <class Args>

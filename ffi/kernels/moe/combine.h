@@ -9,20 +9,13 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/combine_groups.h"
 #include "kernels/moe/rows.h"
 #include "rows/row_sum.h"
 
 namespace jax_ep {
 
-// Whether to sum long batches. Long batches save instructions, but start slowly, and waste lanes if a row does not fill
-// them. So a row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
-JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
-  const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
-  const int even = even_packs(ceil_div(row, lanes), kRowPacks);
-  return args.num_tokens > kFewTokens && even > kLanePacks && 4 * even >= 3 * kRowPacks;
-}
-
-template <class T, int kPacks>
+template <class T>
 class Combine {
  public:
   JAX_EP_FN Combine(Op& op, const CombineArgs& args)
@@ -32,10 +25,8 @@ class Combine {
         by_capacity_(args.capacity),
         row_bound_(RoutingLeaf::row_of, args.capacity),
         target_bound_(RoutingLeaf::targets, op.comm.size * args.capacity),
-        rows_(op.coop,
-              in_words(args.rows, args.landing, int64_t{args.hidden} * sizeof(T)) &&
-                  in_words(args.combined, args.combined, 0),
-              kPacks > kLanePacks ? args.hidden : kSumValues<T>) {}  // short batches are cut as columns() cuts rows
+        rows_(op.coop, in_words(args.rows, args.landing, int64_t{args.hidden} * sizeof(T)) &&
+                           in_words(args.combined, args.combined, 0)) {}
 
   // Sums this rank's rows of every peer's tokens, and sends the sums and the scalars to these peers, chunk by chunk.
   JAX_EP_FN void push() {
@@ -98,11 +89,6 @@ class Combine {
     return {(op_.comm.rank + 1 + row % peers) % op_.comm.size, row / peers, index % splits};
   }
 
-  struct Assigned {
-    int row = -1;  // negative: not here
-    float weight = 0;
-  };
-
   // Sends item `index`, unless it is negative, then all items of items.next(), and announces them. Returns false once
   // the group has failed.
   template <class Chunks>
@@ -112,12 +98,19 @@ class Combine {
       const Item item = item_at(index, splits);
       return assigned(item.source, item.token, op_.coop.lane);
     };
-    const auto visit = [&](int index, Assigned mine) {
-      if (index < 0) return;
+    // The next item and the abort word are loaded before push_item(), which hides their latency.
+    uint64_t issued = op_.ask_abort();
+    Assigned mine = load(index);
+    bool alive = true;
+    while ((alive = !op_.take_abort(issued)) && index >= 0) {
+      const int next = items.next();
+      const Assigned following = load(next);
+      issued = op_.ask_abort();
       const Item item = item_at(index, splits);
       push_item(item, columns(item.split, splits), mine, announcer, [&] { return items.was_stolen(index); });
-    };
-    const bool alive = look_ahead(op_, index, [&] { return items.next(); }, load, visit);
+      index = next;
+      mine = following;
+    }
     if (alive)
       rows_.finish();
     else
@@ -286,29 +279,32 @@ class Combine {
   bool peers_posted_ = false;
   static constexpr int kRanksALane = kMaxRanks / Coop::lanes;
   int64_t received_[kRanksALane] = {};  // bytes of rows from rank i * lanes + lane
-  RowSum<T, kPacks> rows_;
+  RowSum<T> rows_;                      // in batches as columns() cuts rows
 };
 
-template <class T, int kPacks = kLanePacks>
-JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop& coop) {
+template <class T, class Kernel>
+JAX_EP_FN void run_combine(const Comm& comm, const CombineArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));
   const Results<CombineArgs> results(args, comm.size);
   op.poison(results);
   op.post(window_addresses(args, comm.size));
-  Combine<T, kPacks> combine(op, args);
+  Kernel combine(op, args);
   combine.push();
   combine.reduce();
   combine.complete();
   op.finish(results);
 }
-
 template <class T>
-JAX_EP_FN void run_kernel(const Comm& comm, const LongCombineArgs& args, const Coop& coop) {
-  run_kernel<T, kRowPacks>(comm, static_cast<const CombineArgs&>(args), coop);
+JAX_EP_FN void run_kernel(const Comm& comm, const CombineArgs& args, const Coop& coop) {
+  run_combine<T, Combine<T>>(comm, args, coop);
+}
+template <class T>
+JAX_EP_FN void run_kernel(const Comm& comm, const GroupedCombineArgs& args, const Coop& coop) {
+  run_combine<T, CombineGroups<T>>(comm, args, coop);
 }
 
-inline std::variant<CombineArgs, LongCombineArgs> kernel_of(const CombineArgs& args) {
-  if (sums_long_batches(args)) return LongCombineArgs{args};
+inline std::variant<CombineArgs, GroupedCombineArgs> kernel_of(const CombineArgs& args, int ranks) {
+  if (takes_groups(args.num_tokens, combine_width(args, ranks))) return GroupedCombineArgs{args};
   return args;
 }
 

@@ -40,20 +40,22 @@ class Landing {
   // target.
   JAX_EP_FN int packed(int token, int k) const {
     if (!is_eager(token)) return rows_.packed(token, k);
-    return k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
+    return token >= 0 && k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // Where the token lands, without or with the place of its scales. All lanes call, each with its own k.
+  // Where the token lands, without or with the place of its scales. All lanes call, each with its own token and k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
-    return is_eager(token) && !args_.lands_in_rows() ? slot_at_owner(token, k, packed)
-                                                     : rows_.row_at(target(token, k, packed), row_bytes_);
+    const Place place = place_of(token, k, packed);
+    char* const slot = slot_at(place.target);
+    char* const row = rows_.row_at(place.target, row_bytes_);
+    return place.in_landing ? slot : row;
   }
   JAX_EP_FN Float8Address float8_at_owner(int token, int k, int packed) const {
-    if (is_eager(token) && !args_.lands_in_rows()) {
-      char* slot = slot_at_owner(token, k, packed);
-      return {slot, slot ? slot + args_.hidden : nullptr};
-    }
-    const Target there = target(token, k, packed);
-    return {rows_.row_at(there, row_bytes_), scales_.row_at(there, scale_row_bytes(args_.hidden))};
+    const Place place = place_of(token, k, packed);
+    char* const slot = slot_at(place.target);
+    char* const row = rows_.row_at(place.target, row_bytes_);
+    char* const scales = scales_.row_at(place.target, scale_row_bytes(args_.hidden));
+    if (place.in_landing) return {slot, slot ? slot + args_.hidden : nullptr};
+    return {row, scales};
   }
   // at_owner(), or null for an eager token whose owner is this rank if the op expands: expand() copies it from
   // `tokens`.
@@ -78,20 +80,27 @@ class Landing {
   JAX_EP_FN int64_t slot(int source, int token) const { return int64_t{source} * args_.eager + token; }
 
  private:
-  // Where in `rows` the token lands: in its slot, or in its first row.
-  JAX_EP_FN Target target(int token, int k, int packed) const {
-    if (!is_eager(token)) return rows_.target(token, k, packed);
-    return {first_owner(token, k, packed), static_cast<int>(slot(op_.comm.rank, token))};
+  // A row of `landing`, or of `rows`, at the owner; none if an earlier assignment of the token has the same owner,
+  // unless this rank is the owner and the token goes straight to its rows.
+  struct Place {
+    Target target;
+    bool in_landing;
+  };
+  // Without branches, because lanes with different tokens call together.
+  JAX_EP_FN Place place_of(int token, int k, int packed) const {
+    const bool eager = is_eager(token);
+    const auto target_of = [&](int packed) {
+      return eager ? Target{owner_of(packed), static_cast<int>(slot(op_.comm.rank, token))} : rows_.unpack(packed);
+    };
+    const Target target = target_of(packed);
+    const auto owner_before = [&](int j) { return target_of(this->packed(token, j)).owner; };
+    const bool first = first_at_owner(op_.coop, args_.top_k, token, k, target.owner, owner_before);
+    const bool lands = first || (!eager && target.owner == op_.comm.rank);
+    return {lands ? target : Target{-1, -1}, eager && !args_.lands_in_rows()};
   }
-  JAX_EP_FN char* slot_at_owner(int token, int k, int packed) const {
-    char* base = slots_.peer(first_owner(token, k, packed));
-    return base ? base + slot(op_.comm.rank, token) * slot_bytes_ : nullptr;
-  }
-  // The owner of an eager token's k-th expert; -1 if there is no such expert, or an earlier expert has the same owner.
-  JAX_EP_FN int first_owner(int token, int k, int packed_k) const {
-    const int owner = owner_of(packed_k);
-    const auto owner_before = [&](int j) { return owner_of(packed(token, j)); };
-    return first_at_owner(op_.coop, args_.top_k, k, owner, owner_before) ? owner : -1;
+  JAX_EP_FN char* slot_at(Target target) const {
+    char* base = slots_.peer(target.owner);
+    return base ? base + target.row * slot_bytes_ : nullptr;
   }
   JAX_EP_FN int owner_of(int expert) const {
     return expert >= 0 && expert < args_.num_experts ? by_owner_.quotient(expert) : -1;
@@ -156,8 +165,9 @@ class PlainDispatch {
   JAX_EP_FN void push(const RoutedTokens& tokens) {
     push_chunks(
         op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
+        [&](int token, int k) { return landing_.packed(token, k); },
         [&](int token) { return args_.tokens + token * bytes_; },
-        [&](int token, int k) { return landing_.at_peer(token, k, landing_.packed(token, k)); }, [] {});
+        [&](int token, int k, int packed) { return landing_.at_peer(token, k, packed); }, [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) { pad_rows(op_, args_, args_.rows, bytes_, counts); }
@@ -356,7 +366,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
 }
 
 using DispatchKernel = std::variant<PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
-inline DispatchKernel kernel_of(const DispatchArgs& args) {
+inline DispatchKernel kernel_of(const DispatchArgs& args, int) {
   if (args.wire == Wire::plain) return PlainDispatchArgs{args};
   if (args.wire == Wire::float8_rows) return Float8RowsDispatchArgs{args};
   return Float8DispatchArgs{args};

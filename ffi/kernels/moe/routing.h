@@ -7,6 +7,7 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/groups.h"
 #include "kernels/moe/segments.h"
 
 namespace jax_ep {
@@ -215,21 +216,28 @@ class RoutingResults {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch. If a token is not eager, next() waits for its row. next() returns -1 once the op
-// has failed.
+// Hands out the tokens of a dispatch. If a token is not eager, its ticket waits for the tokens' rows. There are no more
+// tokens once the op has failed.
 class RoutedTokens {
  public:
   JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const RoutingResults& routed)
-      : op_(op), routed_(routed), eager_(args.eager), items_(op, args.num_tokens) {}
+      : op_(op),
+        routed_(routed),
+        eager_(args.eager),
+        items_(op, args.num_tokens, /*own_first=*/false, tokens_per_ticket(op, args.num_tokens, args.top_k)) {}
 
-  JAX_EP_FN int next() {
-    const int token = items_.next();
-    if (token >= eager_ && !placed_) {
+  JAX_EP_FN Range next_range() {
+    const Range tokens = items_.next_range();
+    if (tokens.end > eager_ && !placed_) {
       routed_.await_placed();
       op_.enter(Phase::send);
       placed_ = true;
     }
-    return op_.ok() ? token : -1;
+    return op_.ok() ? tokens : Range{0, 0};
+  }
+  JAX_EP_FN int next() {
+    const Range tokens = next_range();
+    return tokens.begin < tokens.end ? tokens.begin : -1;
   }
   static constexpr bool kSteals = false;  // all tokens are handed out by ticket
   JAX_EP_FN int next_stolen() const { return -1; }

@@ -8,6 +8,7 @@
 #include "comm/signal_pad.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/groups.h"
 #include "kernels/moe/layout.h"
 #include "rows/movers.h"
 
@@ -23,11 +24,11 @@ struct TokenSchedule {
 
   // `sources`: the ranks from which batches are taken. `coops`: the coops that take them. Batches are cut so that all
   // coops have work to the end of a chunk.
-  JAX_EP_FN explicit TokenSchedule(int tokens, int sources = 0, int coops = 1)
+  JAX_EP_FN explicit TokenSchedule(int tokens, int sources = 0, int coops = 1, int most_tokens = kBatchTokens)
       : tokens(tokens),
         chunk_tokens(tokens <= kFewTokens ? 1 : larger(kChunkTokens, ceil_div(tokens, kMaxChunks))),
         chunks(larger(1, ceil_div(tokens, chunk_tokens))),
-        batch_tokens(larger(1, smaller(kBatchTokens, smaller(chunk_tokens, tokens) * sources / coops))) {}
+        batch_tokens(larger(1, smaller(most_tokens, smaller(chunk_tokens, tokens) * sources / coops))) {}
 
   JAX_EP_FN int batches() const { return ceil_div(smaller(chunk_tokens, tokens), batch_tokens); }
   JAX_EP_FN int chunk_of(int token) const { return token / chunk_tokens; }
@@ -39,10 +40,11 @@ struct TokenSchedule {
   }
 };
 
-// Whether no assignment of the token before the k-th has this owner. All lanes call, each with its own k.
+// Whether no assignment of the token before the k-th has this owner. All lanes call, each with its own k, and perhaps
+// with its own token.
 template <class OwnerOf>
-JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, OwnerOf owner_of) {
-  if (Coop::lanes > 1 && top_k <= Coop::lanes) return coop.match(owner).below == 0;
+JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int token, int k, int owner, OwnerOf owner_of) {
+  if (Coop::lanes > 1 && top_k <= Coop::lanes) return coop.match(token * (kMaxRanks + 1) + owner).below == 0;
   for (int j = 0; j < k && k < top_k; ++j)
     if (owner_of(j) == owner) return false;
   return true;
@@ -50,7 +52,7 @@ JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int k, int owner, Own
 
 // The address to which a token's k-th assignment is written. It is null if there is no k-th assignment, or if an
 // earlier assignment of the token goes to the same peer. On this rank each assignment has an address. All lanes call,
-// each with its own k.
+// each with its own k, and perhaps with its own token.
 class RowSink {
  public:
   // `window`: the number of the window in which the rows are.
@@ -58,23 +60,24 @@ class RowSink {
       : op_(op), targets_(targets), top_k_(top_k), capacity_(capacity), by_capacity_(capacity), bases_(op, window) {}
 
   // packed(), target(), then row_at(): the first may be loaded ahead, and a target may serve for several buffers.
-  JAX_EP_FN int packed(int token, int k) const { return k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1; }
+  JAX_EP_FN int packed(int token, int k) const {
+    return token >= 0 && k < top_k_ ? targets_[int64_t{token} * top_k_ + k] : -1;
+  }
   JAX_EP_FN Target target(int token, int k, int packed) const {
     const Target target = unpack(packed);
-    const bool first =
-        first_at_owner(op_.coop, top_k_, k, target.owner, [&](int j) { return unpack(this->packed(token, j)).owner; });
+    const bool first = first_at_owner(op_.coop, top_k_, token, k, target.owner,
+                                      [&](int j) { return unpack(this->packed(token, j)).owner; });
     return first || target.owner == op_.comm.rank ? target : Target{-1, -1};
   }
   JAX_EP_FN char* row_at(Target target, int64_t bytes) const {
     char* base = bases_.peer(target.owner);
     return base ? base + target.row * bytes : nullptr;
   }
-
- private:
   JAX_EP_FN Target unpack(int packed) const {
     return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
   }
 
+ private:
   const Op& op_;
   const int32_t* const targets_;
   const int top_k_, capacity_;
@@ -82,53 +85,31 @@ class RowSink {
   const LaneWindow<char> bases_;
 };
 
-// Pushes the tokens of items.next(), until it returns -1, and announces their chunks. Calls before_last() before the
-// last chunks are announced. Then pushes a token of items.next_stolen(), and again those of next(), until both are
-// done.
-template <class Items, class Source, class Sink, class BeforeLast>
-JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int fanout,
-                           Source source, Sink sink, BeforeLast before_last) {
+// Pushes the tokens of `items`, which have values packed(token, k), from source(token) to sink(token, k, packed), and
+// announces their chunks. Calls before_last() before the last chunks are announced. Then pushes a token of
+// items.next_stolen(), and again those of `items`, until both are done.
+template <class Items, class Packed, class Source, class Sink, class BeforeLast>
+JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int top_k,
+                           Packed packed, Source source, Sink sink, BeforeLast before_last) {
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  uint64_t issued = op.ask_abort();
-  const auto checked = [&](int token) -> const char* {
-    if (op.take_abort(issued)) return nullptr;
-    issued = op.ask_abort();  // for the next row; the load is hidden by the move of this row
-    return source(token);
-  };
+  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k), packed, sink);
   int stolen = -1;
   const auto next = [&] {
-    const int token = stolen < 0 ? items.next() : stolen;
+    const int token = stolen;
     stolen = -1;
-    return token;
+    if (token >= 0) return op.may_push() ? token : -1;
+    return tokens.next([&](int token) { announcer.after(token, mover); });
   };
-  const auto after = [&](int token, auto& rows) { announcer.after(token, rows); };
   do {
-    mover.move(next, bytes, fanout, checked, sink, after);
+    mover.move(
+        next, bytes, top_k, source, [&](int token, int k) { return tokens.value(token, k); },
+        [&](int token, auto& rows) { announcer.after(token, rows); });
     before_last();
     announcer.finish(mover);
     stolen = items.next_stolen();
   } while (stolen >= 0);
-}
-
-// Visits `item`, then each next(); the last visit has a negative item. visit(item, loaded) gets what load(item)
-// returned. The next item and the abort word are loaded before visit(), which hides their latency.
-// Returns false once the group has failed.
-template <class Next, class Load, class Visit>
-JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit visit) {
-  uint64_t issued = op.ask_abort();
-  auto loaded = load(item);
-  while (!op.take_abort(issued)) {
-    const int following = item < 0 ? -1 : next();
-    const auto its = load(following);
-    issued = op.ask_abort();
-    visit(item, loaded);
-    if (item < 0) return true;
-    item = following;
-    loaded = its;
-  }
-  return false;
 }
 
 // Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the previous token and starts to
@@ -140,12 +121,17 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  const auto load = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
-  const auto visit = [&](int token, int mine) {
-    begin(token, [&](int k) { return k == op.coop.lane || op.coop.lane >= top_k ? mine : sink.packed(token, k); });
+  Tokens tokens(
+      op, items, top_k, /*ahead=*/true, [&](int token, int k) { return sink.packed(token, k); },
+      [](int, int, int packed) { return packed; });
+  for (int token = 0; token >= 0;) {
+    token = tokens.next([&](int token) { announcer.after(token, writer); });
+    if (tokens.failed())
+      encoder.drop();
+    else
+      begin(token, [&](int k) { return tokens.value(token, k); });
     announcer.begun(token, writer);
-  };
-  if (!look_ahead(op, items.next(), [&] { return items.next(); }, load, visit)) encoder.drop();
+  }
   announcer.finish(writer);
 }
 

@@ -39,12 +39,14 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
 // All other senders draw tickets. The wait for peers that follows hides the latency.
 class ScatteredTokens {
  public:
-  JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}
+  JAX_EP_FN ScatteredTokens(Op& op, int tokens, int top_k)
+      : items_(op, tokens, tokens <= kFewTokens, tokens_per_ticket(op, tokens, top_k)) {}
 
   JAX_EP_FN int next() {
     const int token = items_.next();
     return items_.was_stolen(token) ? items_.next() : token;
   }
+  JAX_EP_FN Range next_range() { return items_.next_range(); }
   JAX_EP_FN int next_stolen() { return items_.next_stolen(); }
 
  private:
@@ -61,14 +63,16 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {
-    const ScatteredTokens tokens(op, args.num_tokens);
+    const ScatteredTokens tokens(op, args.num_tokens, args.top_k);
     op.wait_posted();
     const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
     if (op.ok())
       push_chunks(
-          op, mover, tokens, args.num_tokens, bytes, args.top_k, [&](int token) { return args.tokens + token * bytes; },
-          [&](int token, int k) {
-            return sink.row_at(sink.target(token, k, targets.index(sink.packed(token, k))), bytes);
+          op, mover, tokens, args.num_tokens, bytes, args.top_k,
+          [&](int token, int k) { return sink.packed(token, k); },
+          [&](int token) { return args.tokens + token * bytes; },
+          [&](int token, int k, int packed) {
+            return sink.row_at(sink.target(token, k, targets.index(packed)), bytes);
           },
           [&] { targets.report_to_all(op); });
   }

@@ -10,7 +10,7 @@
 
 namespace jax_ep {
 
-constexpr int kReaderBarriers = 12, kMoverBarriers = 3;
+constexpr int kReaderBarriers = 12, kMoverBarriers = 4;
 static_assert((kReaderBarriers + kMoverBarriers) * sizeof(uint64_t) <= kBarrierBytes);
 
 // Each phase has one arrival, and the bytes that it announces.

@@ -1,0 +1,165 @@
+// Items that a coop takes in groups: one ticket for several neighbouring items, and one load by all lanes for what is
+// known of them. With a ticket and a load for each item, short rows wait for both.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "comm/integers.h"
+#include "comm/op.h"
+#include "kernels/moe/layout.h"
+#include "rows/terms.h"
+
+namespace jax_ep {
+
+// Whether items of `tokens` tokens, each of which takes `width` lanes, are taken in groups.
+JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int width) {
+  return Coop::lanes > 1 && tokens > kFewTokens && width <= Coop::lanes;
+}
+
+// How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups.
+JAX_EP_FN int group_items(int items, int width, int coops) {
+  constexpr int kGroupsPerCoop = 4;  // tuned with `kernels_bench 2`
+  return larger(1, smaller(Coop::lanes / width, items / (kGroupsPerCoop * larger(1, coops))));
+}
+// For the senders of an op that pushes `tokens` tokens.
+JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k) {
+  return takes_groups(tokens, top_k) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
+}
+
+// Neighbouring items. Lane i has the value of item `items.begin + i / width`, position i % width.
+template <class Value>
+struct ItemGroup {
+  Range items{0, 0};  // none after the last group
+  Value mine{};
+};
+
+// next() returns group after group. While the coop works on a group, the values of the next group are loaded.
+//
+// claim() returns the items of the next group, at most Coop::lanes / width, or none. load(item, position) loads a
+// value, or returns none for a negative item.
+template <class Claim, class Load>
+class ItemGroups {
+ public:
+  using Value = decltype(std::declval<Load&>()(0, 0));
+
+  JAX_EP_FN ItemGroups(const Coop& coop, int width, Claim claim, Load load)
+      : claim_(claim), load_(load), item_(coop.lane / width), position_(coop.lane % width) {}
+
+  JAX_EP_FN ItemGroup<Value> next() {
+    const ItemGroup<Value> now = begun_ ? then_ : claimed();
+    begun_ = true;
+    then_ = claimed();
+    return now;
+  }
+
+ private:
+  JAX_EP_FN ItemGroup<Value> claimed() {
+    const Range items = claim_();
+    const int item = items.begin + item_;
+    return {items, load_(item < items.end ? item : -1, position_)};
+  }
+
+  Claim claim_;
+  Load load_;
+  const int item_, position_;
+  bool begun_ = false;
+  ItemGroup<Value> then_;
+};
+
+template <class Claim, class Load>
+JAX_EP_FN ItemGroups<Claim, Load> groups_of(const Coop& coop, int width, Claim claim, Load load) {
+  return {coop, width, claim, load};
+}
+
+// The tokens of `items`, one by one, and a value for each of a token's `top_k` assignments: resolve(token, k, packed)
+// of what load(token, k) has loaded. An assignment may have none: a null pointer, or a negative number. All lanes call.
+//
+// If `ahead`, a group of tokens is loaded while the group before is under way, and resolved by all lanes at once.
+// Otherwise a token is loaded when its values are asked for, and the first token begins sooner.
+template <class Items, class Load, class Resolve>
+class Tokens {
+ public:
+  using Value = decltype(std::declval<Resolve&>()(0, 0, 0));
+
+  JAX_EP_FN Tokens(const Op& op, Items& items, int top_k, bool ahead, Load load, Resolve resolve)
+      : op_(op),
+        items_(items),
+        load_(load),
+        resolve_(resolve),
+        top_k_(top_k),
+        ahead_(ahead),
+        groups_(op.coop, smaller(top_k, Coop::lanes), Claim{&items}, load),
+        issued_(op.ask_abort()) {}
+
+  // The next token, or -1 if there is none or the group has failed. Calls skipped(token) for a token that is known to
+  // have no values.
+  template <class Skipped>
+  JAX_EP_FN int next(Skipped skipped) {
+    if (!ahead_) return may_push() ? items_.next() : -1;
+    for (;;) {
+      if (token_ == tokens_.end && !next_group()) return -1;
+      first_lane_ = (token_ - tokens_.begin) * top_k_;
+      const int token = token_++;
+      if (top_k_ > Coop::lanes || holders_ >> first_lane_ & first_lanes(top_k_)) return token;
+      skipped(token);
+    }
+  }
+
+  // The k-th value of the token that next() returned last, or of another one if not `ahead`.
+  JAX_EP_FN Value value(int token, int k) const {
+    if (!ahead_) return resolve_(token, k, load_(token, k));
+    if (top_k_ > Coop::lanes) return k == op_.coop.lane ? mine_ : resolve_(token, k, load_(token, k));
+    const Value found = op_.coop.from_lane(mine_, (first_lane_ + k) % Coop::lanes);
+    return k < top_k_ ? found : none();
+  }
+  JAX_EP_FN bool failed() const { return failed_; }
+
+ private:
+  struct Claim {
+    Items* items;
+    JAX_EP_FN Range operator()() const { return items->next_range(); }
+  };
+
+  // The abort word is loaded one step ahead, which hides its latency.
+  JAX_EP_FN bool may_push() {
+    failed_ = op_.take_abort(issued_);
+    issued_ = op_.ask_abort();
+    return !failed_;
+  }
+  JAX_EP_FN bool next_group() {
+    if (!may_push()) return false;
+    const auto group = groups_.next();
+    tokens_ = group.items;
+    token_ = tokens_.begin;
+    if (token_ == tokens_.end) return false;
+    const int width = smaller(top_k_, Coop::lanes), lane = op_.coop.lane;
+    mine_ = resolve_(smaller(token_ + lane / width, tokens_.end - 1), lane % width, group.mine);
+    holders_ = static_cast<Lanes>(op_.coop.ballot(is_some(mine_)));
+    return true;
+  }
+  static JAX_EP_FN bool is_some(int value) { return value >= 0; }
+  static JAX_EP_FN bool is_some(const char* value) { return value; }
+  static JAX_EP_FN Value none() {
+    if constexpr (std::is_pointer_v<Value>)
+      return nullptr;
+    else
+      return -1;
+  }
+
+  const Op& op_;
+  Items& items_;
+  const Load load_;
+  const Resolve resolve_;
+  const int top_k_;
+  const bool ahead_;
+  ItemGroups<Claim, Load> groups_;
+  uint64_t issued_;
+  bool failed_ = false;
+  Range tokens_{0, 0};
+  int token_ = 0, first_lane_ = 0;
+  Value mine_{};
+  Lanes holders_ = 0;
+};
+
+}  // namespace jax_ep
