@@ -1,7 +1,7 @@
 """Sums of bags of rows, and their gradients, in which all entries of a bag share a row.
 
-A gradient of a table has a row for each entry. `RowOptimizer.step` reads the shared rows instead, if the gradient knows
-them. Then nobody reads the values, and XLA does not compute them.
+A gradient of a table has a row for each entry. `RowOptimizer.step` reads the shared rows instead, if the gradient has
+them. Then XLA does not compute the values.
 """
 
 from collections.abc import Callable
