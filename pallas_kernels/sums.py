@@ -1,10 +1,10 @@
 """Sums of rows by segment, added in one order, for GPUs that Triton compiles for.
 
 Each segment is cut into parts of 32 entries, starting at its first entry. The entries of a part are added in order, and
-then the parts are added in order, by plain float32 additions. How programs share the work does not change this order.
+then the parts are added in order, by plain float32 additions, in any division of the work among programs.
 
-The first kernel adds up the first part of every segment, which is all of a segment of at most 32 entries. The second
-adds up further parts, and the third adds up the parts of each long segment. A row is read once. No memory is cleared.
+The first kernel adds up the first part of every segment, the second further parts, and the third the parts of each long
+segment. A row is read once. No memory is cleared.
 
 With `groups`, segments are added up in groups. Then one kernel adds up the first parts of long segments only, and a
 fourth kernel adds up the groups and their short segments.
@@ -26,14 +26,13 @@ from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
 
 PART = 32  # entries
-MOST_ENTRIES = 2**31 - 2 * PART  # the end of a part that begins behind them is an int32
+MOST_ENTRIES = 2**31 - 2 * PART  # so that the end of any part is an int32
 _FAN_OUT = 32  # of a search
 
 
 class Cut(NamedTuple):
-    """The tile of a program: `rows` sums at once, in `columns` columns.
-
-    `ahead`: so many terms of each sum are loaded before they are added.
+    """The tile of a program: `rows` sums at once, in `columns` columns, with `ahead` terms loaded before they are
+    added.
     """
 
     rows: int
@@ -43,7 +42,8 @@ class Cut(NamedTuple):
 
 
 class SumTiling(NamedTuple):
-    """How the three kernels are cut. A row of the last is a window of 32 entries, in which a long segment may begin."""
+    """The tiles of the three kernels. A row of the last is a window of 32 entries, in which a long segment may
+    begin."""
 
     first: Cut
     further: Cut
@@ -51,7 +51,7 @@ class SumTiling(NamedTuple):
 
 
 def sum_tiling(columns: int, dtype: Any) -> SumTiling:
-    """Tiles of 4 KiB of first parts and of 256 values of further parts; long segments need many loads ahead."""
+    """Tiles of 4 KiB for first parts and 256 values for further parts. Long segments need many loads ahead."""
     wide = power_of_two(columns)
     first = min(1024 if np.dtype(dtype).itemsize == 4 else 2048, wide)
     further, long = min(256, wide), min(64, wide)
@@ -174,11 +174,11 @@ def fold_segments(
     tiling: SumTiling,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """What the epilogue makes of the sum of each segment. It gets each segment once.
+    """The results of the epilogue, which gets the sum of each segment once.
 
     Args:
-      given: operands that vary alike: "values" and "starts", perhaps "order" and "weights", as for `sum_segments`; and
-        what the epilogue reads.
+      given: operands that vary over the same axes: "values" and "starts", perhaps "order" and "weights", as for
+        `sum_segments`, and operands of the epilogue.
       results: types; or arrays, which are written in place.
     """
     call, segments = partial(_call, given, entries, interpret), given["starts"].shape[0] - 1
