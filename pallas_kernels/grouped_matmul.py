@@ -289,7 +289,6 @@ def _row_tile(
 
 
 def _matrix(ref: Any, group: Any, k: Any, column: Any, depth: int, columns: int, transposed: bool) -> jax.Array:
-    """A tile [depth, columns] of a group's matrix."""
     mask = (k < depth)[:, None] & (column < columns)[None, :]
     if transposed:
         return triton.load(ref.at[group, column[:, None], k[None, :]], mask=mask.T, other=0.0).T

@@ -115,7 +115,6 @@ class _Trace:
         self.scalars: list[jax.Array] = []
 
     def run(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """The results: `_Row`, or values."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
         def read(x: Any) -> Any:
@@ -127,7 +126,6 @@ class _Trace:
         return [read(x) for x in jaxpr.outvars]
 
     def operand(self, x: Any) -> Any:
-        """`x` as a kernel reads it."""
         if isinstance(x, _Row):
             return x
         if np.ndim(x):
@@ -159,7 +157,6 @@ class _Trace:
 
 
 def _apply(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
-    """The results of one equation of `jaxpr`, of arrays."""
     of = [(var, x) for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)]
     invars = [var for var, _ in of]
     names = jaxpr.debug_info.with_unknown_names()
@@ -168,7 +165,6 @@ def _apply(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _size_of(x: Any, height: int) -> tuple[str, ...]:
-    """The axes of an array of rows."""
     if x.dtype not in map(np.dtype, _ROW_DTYPES):
         raise NotImplementedError(f"rows of {x.dtype}")
     if x.shape == (height, height - 1):

@@ -17,7 +17,6 @@ JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
-// Copies every `step`-th word from `first` on.
 JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
   constexpr int kInFlight = 4;
   int64_t i = first;

@@ -39,7 +39,6 @@ class Op {
   // False once this coop has seen the op fail. Then signals and waits do nothing.
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
-  // Records in the timeline that this coop begins `phase`.
   JAX_EP_FN void enter(Phase phase) const {
     if (track_) append(track_, epoch, kind_, phase);
   }
@@ -283,7 +282,6 @@ class Op {
     return sum;
   }
 
-  // The mailbox of `source` at `rank` for this op (window.h).
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.signal_pads[rank]->mail[epoch & 1][source]; }
 
   JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {

@@ -45,7 +45,6 @@ struct Match {
   int below, total;
 };
 
-// The most coops of a CTA, on any platform.
 constexpr int kMaxCtaCoops = 8;
 
 }  // namespace jax_ep

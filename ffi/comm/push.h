@@ -93,7 +93,6 @@ JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
 template <class Chunks>
 class Announcer {
  public:
-  // `row_items`: items of a row.
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int row_items = 1)
       : op_(op), chunks_(chunks), row_items_(row_items) {}
 
@@ -114,7 +113,6 @@ class Announcer {
     begun_ = row;
   }
 
-  // An item of `row` sends nothing.
   template <class Mover>
   JAX_EP_FN void skipped(int row, Mover& mover) {
     if (begun_ >= 0 && chunks_.chunk_of(row) != chunk_) {

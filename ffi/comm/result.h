@@ -13,7 +13,6 @@ enum class Undelivered : uint8_t { nan = 0xff, size = 0, index = 0x80 };
 // Whether an index comes from an op that delivered nothing. Ops that take such an index return NaN, not zero.
 JAX_EP_CONSTANT_FN bool is_undelivered(int32_t index) { return index < -1; }
 
-// A result of an op.
 struct Buffer {
   void* data;
   int64_t bytes;

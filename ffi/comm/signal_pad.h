@@ -57,7 +57,6 @@ struct Mail {
   float floats[kMailNumbers];
 };
 
-// The words of one barrier among CTAs of a rank.
 struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };

@@ -47,7 +47,6 @@ struct alignas(32) Track {
   Event* events;
 };
 
-// One track per role of each CTA.
 constexpr int kTrackRoles = static_cast<int>(TrackRole::none);
 struct Timeline {
   uint64_t ctas;  // later CTAs have no tracks

@@ -59,7 +59,6 @@ JAX_EP_FN void columns_to_shared(char* to, const float* d, int lane) {
     store_matrices(to + swizzled(smem_row, 2 * pair + half), pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}),
                    pack(d[4], d[5], Out{}), pack(d[6], d[7], Out{}));
 }
-// Stores 16 rows x 32 columns.
 template <>
 JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
   const int smem_row = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;

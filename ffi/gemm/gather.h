@@ -27,7 +27,6 @@ constexpr int kRowsAtOnce = 32 / kSwizzleVecs;      // of a warp
 constexpr int kLaneRows = kSlice / kRowsAtOnce;     // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
-// The matrix whose rows are gathered.
 struct Gathering {
   const char* matrix;
   int rows, columns;  // columns of 16 bits: two values of float8 are one
@@ -44,7 +43,6 @@ struct Gathering {
   JAX_EP_FN bool is_nan(uint32_t index) const { return index + 1 > static_cast<uint32_t>(rows); }
 };
 
-// The shared memory of a CTA that gathers.
 template <class Base>
 struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;

@@ -100,7 +100,6 @@ JAX_EP_FN uint64_t descriptor_of(const char* slice) {
   return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 
-// The increment of a descriptor per step of the contraction.
 template <bool kMn>
 constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kSwizzleBytes : kMultiplyK * 2) >> 4;
 

@@ -35,7 +35,6 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
 };
 static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::BesideResult) <= sizeof(GatedFloat8Memory::out));
 
-// The scales of a tile's columns of gate or up.
 JAX_EP_FN const float* weight_scales(const GroupedMatmul& x, const Problem& problem, const Tile& tile, int is_up) {
   const int column = smaller(tile.col, problem.n - 1) + (is_up ? x.second_column() : 0);
   const int64_t block = tile.group * (x.columns / kScaleBlock) + column / kScaleBlock;

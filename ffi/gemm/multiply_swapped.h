@@ -28,7 +28,6 @@ JAX_EP_FN int multiply_swapped(float (&d)[kSlabs][kMax / 2], SwappedMemory& shar
   }
 }
 
-// A warpgroup multiplies kSlabs slabs of 64 columns.
 template <class In, class SourceOf>
 struct SwappedMainloop {
   using Source = SourceOf;

@@ -45,12 +45,10 @@ JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
   sync_cluster();
 }
 
-// A consumer warp releases a stage to the producers of both CTAs.
 JAX_EP_FN void consumer_release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
-// Consumes `stages` stages without multiplying.
 template <class Memory>
 JAX_EP_FN void consumer_skip(Memory& shared, int stages, PipelineState<Memory::kStages>& at, int lane) {
   for (int i = 0; i < stages; ++i, at.advance()) {

@@ -25,7 +25,6 @@ int columns_lost(const Shape& shape, bool stores_alone) {
          kH200ProductRates.load_columns * (k_grouped ? 2 : 1);
 }
 
-// The time of all tiles of fixed height, in columns that a tile multiplies.
 int cost_of(const Shape& shape, int sms, int block_n) {
   return ceil_div(tiles_of(shape, block_n), sms) * (block_n + columns_lost(shape, block_n == 256));
 }

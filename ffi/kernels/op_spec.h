@@ -199,7 +199,6 @@ inline std::string wrong(const std::string& setting, const std::string& must, in
 template <class Args>
 struct OpSpec;
 
-// The kind of a call of an op that has one kind.
 template <class Args, class = decltype(OpSpec<Args>::kKinds)>
 JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
   static_assert(sizeof(OpSpec<Args>::kKinds) == sizeof(KindName), "an op with several kinds overloads kind_of");

@@ -122,8 +122,6 @@ def within_top_groups(scores: AnyArray, top_k: int, groups: int, top_groups: int
 
 
 class _How(NamedTuple):
-    """The static settings of a router."""
-
     score: Literal["softmax", "sigmoid"]
     top_k: int
     groups: Groups
@@ -251,7 +249,6 @@ def _weights(how: _How, log_scores: jax.Array, expert_ids: jax.Array) -> jax.Arr
 
 
 def _best_groups(groups: Groups, scores: jax.Array) -> jax.Array:
-    """[T, G] bool: the best groups of each token."""
     by_group = scores.reshape(scores.shape[0], groups.total, -1)
     worth = jax.lax.top_k(by_group, min(groups.best, by_group.shape[2]))[0].sum(axis=-1)
     return jax.nn.one_hot(jax.lax.top_k(worth, groups.kept)[1], groups.total, dtype=jnp.bool).any(axis=1)

@@ -40,7 +40,6 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
                                               __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
-// The next number, without memory order.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }

@@ -9,7 +9,6 @@
 
 namespace jax_ep::gemm {
 
-// A barrier of all threads of the cluster.
 JAX_EP_FN void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }

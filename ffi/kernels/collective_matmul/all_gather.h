@@ -29,7 +29,6 @@ class RowParts {
         first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_row_block_ : 0) {}
 
   JAX_EP_FN int count() const { return count_; }
-  // The i-th part to push.
   JAX_EP_FN int at(int i) const { return i + first_ < count_ ? i + first_ : i + first_ - count_; }
   JAX_EP_FN int chunk_of(int part) const { return part / per_row_block_; }
   JAX_EP_FN Range chunk(int index) const {

@@ -117,7 +117,6 @@ struct OpSpec<AllGatherMatmulArgs> : CollectiveMatmulSpec<AllGatherMatmulArgs> {
 
 constexpr int kBlockRows = Coop::lanes == 1 ? 16 : 128;  // on a GPU the rows of a tile of the product
 
-// Each row block has a flag.
 struct RowBlocks {
   int rows, block_rows, chunks;
 

@@ -42,7 +42,6 @@ JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
 
-// An exchange has the spec of a reduction.
 template <class Args>
 JAX_EP_FN auto results_of(const OverlapWork<Args>& work) {
   using Spec = std::conditional_t<std::is_same_v<Args, MatmulExchangeArgs>, MatmulReduceArgs, Args>;
@@ -229,7 +228,6 @@ struct ReduceHooks {
   }
 
  private:
-  // A row block is announced when all of its tiles are written.
   JAX_EP_FN void announce(Op& op, Part cta) const {
     const MatmulReduceArgs& args = work.args;
     const RowBlocks row_blocks(args.m);

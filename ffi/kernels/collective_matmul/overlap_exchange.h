@@ -45,7 +45,6 @@ struct ExchangeHooks {
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
 
-  // The epilogue of the product.
   template <int kWidth>
   JAX_EP_FN void store(const gemm::Problem&, const gemm::Tile& tile, const float (&d)[kWidth / 2],
                        char (*buffers)[gemm::kOutBytes], int strip, int lane) const {

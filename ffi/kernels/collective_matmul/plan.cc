@@ -19,12 +19,10 @@ struct Rounds {
   int band;
   double tile, moving;  // for a tile; for all rows, which arrive at an even rate
 
-  // When the rows of the first `wanted` pairs have arrived.
   double arrival(int wanted) const {
     return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
   }
 
-  // Until the last of `tiles` is done.
   double microseconds(int tiles) const {
     double time = 0;
     for (int done = 0; done < tiles; done += clusters) {

@@ -39,7 +39,6 @@ class SummedRows {
     const int last = row_blocks.chunks - 1;  // the other row blocks have one size
     return reduce_scatter_ ? kept.end - kept.begin : last * rows_in(0) + rows_in(last);
   }
-  // The most rows of this rank in a row block.
   JAX_EP_FN int most() const {
     return reduce_scatter_ ? row_blocks.block_rows : ceil_div(row_blocks.block_rows, ranks_);
   }
@@ -213,7 +212,6 @@ class MatmulExchange {
     op.count_received_by(elected, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
   }
 
-  // Adds the landed values of some rows and columns.
   JAX_EP_FN void add(const Coop& coop, Range rows, Range columns) const {
     Packs packs(overlap(rows, kept_), columns, n_);
     for (int first = coop.lane; first < packs.count; first += kAhead * Coop::lanes) {

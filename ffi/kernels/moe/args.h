@@ -72,7 +72,6 @@ JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
                                      : int64_t{a.hidden} * size_of(a.dtype);
 }
 
-// DispatchArgs for the kernel of each Wire.
 struct PlainDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 struct Float8RowsDispatchArgs : DispatchArgs {};

@@ -105,7 +105,6 @@ JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool d
   return RouteScratch::ints_before(drop ? RouteScratch::kTables : RouteScratch::kShifts, num_experts, ranks);
 }
 
-// CTAs that take part in routing.
 JAX_EP_FN int routing_ctas(int assignments, int per_cta, int ctas) {
   const int wanted = ceil_div(assignments, per_cta);
   return larger(1, smaller(wanted, smaller(ctas, kMaxRoutingCtas)));

@@ -11,7 +11,6 @@
 
 namespace jax_ep {
 
-// An assignment, without its token.
 struct Assignment {
   int expert;
   float weight;
@@ -30,7 +29,6 @@ class Histogram {
         mine_(part_of_coop(items)) {}
 
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
-  // This coop among the routing coops.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
   // Whether this is the last coop of the first CTA, the last coop to have work.
@@ -184,7 +182,6 @@ class Histogram {
   int ahead_from_ = -1;
 };
 
-// The results of the routing coops, for all coops of a rank.
 class RoutingResults {
  public:
   JAX_EP_FN RoutingResults(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
@@ -195,7 +192,6 @@ class RoutingResults {
     return segments_.counts();
   }
 
-  // Waits until this rank's assignments have their rows.
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.signal_pad->placed[op_.comm.rank]); }
 
   // Waits until the assignments of all ranks have rows, and returns whether there is room for all. With
@@ -266,7 +262,6 @@ class Routing {
     op_.post_by(op_.is_earlier(issued), window_addresses(args_, op_.comm.size));
   }
 
-  // For Histogram::number.
   JAX_EP_FN auto first_rows() const {
     return [this](int e) { return segments_.first_row(e); };
   }

@@ -11,7 +11,6 @@
 
 namespace jax_ep {
 
-// How many rows each local expert has.
 struct RowCounts {
   const int32_t* counts;  // [sources, local_experts]: by rank, or one source for all ranks
   int sources, local_experts;

@@ -136,7 +136,6 @@ class SparseReduce {
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
-  // Zeroes the places of the result without a row.
   JAX_EP_FN void pad() const {
     const Part receiver = op_.coop.receiver;
     if (!op_.ok() || receiver.empty()) return;

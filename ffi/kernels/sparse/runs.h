@@ -8,7 +8,6 @@
 
 namespace jax_ep {
 
-// The holders of a place's row.
 struct Holding {
   uint64_t ranks;  // a bit for each holder
   int entries;     // of all ranks
@@ -27,7 +26,6 @@ class SparseRuns {
   JAX_EP_FN int first(int rank, int place) const { return run(rank, place).first; }
   JAX_EP_FN int entries(int rank, int place) const { return run(rank, place).entries; }
 
-  // The place of the i-th entry of a rank.
   JAX_EP_FN int place_of(int rank, int i) const { return args_.places[int64_t{rank} * args_.entries + i]; }
 
   JAX_EP_FN Holding holding(int place) const {

@@ -50,7 +50,6 @@ class SparseUnion {
   }
 
  private:
-  // Divides the entries of all ranks among the lanes of all coops.
   template <class Visit>
   JAX_EP_FN void for_my_entries(Visit visit) const {
     const int step = op_.coop.count * Coop::lanes, all = op_.comm.size * args_.entries;

@@ -164,7 +164,6 @@ def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Arr
 
 
 def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The op in plain jax.lax: `implementation="xla"`."""
     if op == "all_gather_matmul":
         lhs = jax.lax.all_gather(lhs, axis_name, tiled=True)
     product = quantization.dot(lhs, rhs, (1, 0), dtype)

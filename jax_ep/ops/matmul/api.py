@@ -339,7 +339,6 @@ def _by(
 
 
 def _platforms(settings: ProductSettings) -> tuple[str, ...]:
-    """The platforms on which Pallas kernels multiply."""
     if settings.implementation == "pallas":
         return "cuda", "rocm", "cpu"
     return gemm.pallas_platforms() if settings.implementation == "auto" else ()
@@ -393,8 +392,6 @@ def grouped_product(
 def _product_jvp(
     kind: Product, settings: ProductSettings, dtype: DTypeLike, primals: _Operands, tangents: _Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivatives of the three forms also have these forms."""
-
     def inside(rows: Rows, matrix: jax.Array) -> Rows:
         return dataclasses.replace(rows, matrix=matrix) if isinstance(rows, GatheredRows) else matrix
 

@@ -71,8 +71,6 @@ PRODUCTS = "jax_ep_products"
 
 
 class ExpertsCall(NamedTuple):
-    """A validated call of a layer without its arrays."""
-
     dispatch: DispatchCall
     unit: Unit
     in_float8: bool  # products are in float8: arrays are quantized
@@ -165,8 +163,6 @@ def stats_of(routing: Routing) -> MoeStats:
 
 
 class Residuals(NamedTuple):
-    """The values that derivatives need."""
-
     rows: Rows | Float8Rows  # [C, H], as dispatched: expanded, or where the tokens landed
     sizes: jax.Array
     routing: Routing
@@ -196,7 +192,6 @@ def _experts_jvp(call: ExpertsCall, primals: tuple[Operands[jax.Array]], tangent
 
 
 def _forward(call: ExpertsCall, operands: Operands[jax.Array], *, keep_products: bool) -> tuple[jax.Array, Residuals]:
-    """The sums, and the residuals, with products if `keep_products`."""
     group = call.dispatch.group
     out = run_dispatch(call.dispatch, *operands[:3])
     rows, routing = out.rows, out.routing
@@ -281,7 +276,6 @@ def _up_and_gate(
 
 
 def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands[None]) -> jax.Array:
-    """The tangents of the sums, by the plain chain after the dispatch."""
     rows, sizes, routing, _, experts, parameters = residuals
     group, d_experts = call.dispatch.group, d_operands.experts
     d_rows = dense_rows(_at_rows(group, d_operands.tokens, rows, routing))

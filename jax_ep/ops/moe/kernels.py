@@ -94,7 +94,6 @@ def intranode_combine(group: Group, expert_outputs: jax.Array, weights: jax.Arra
 def combine_chunks(
     group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
 ) -> list[jax.Array]:
-    """The sums of each chunk's tokens."""
     routings = chunks.cut(dataclasses.replace(routing, weights=weights))
     return [_run_combine(group, expert_outputs, part.weights, part) for part in routings]
 

@@ -33,7 +33,6 @@ _Rows = TypeVar("_Rows")  # a pytree of rows
 
 
 def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
-    """`jax_ep.dispatch` of validated operands."""
     group = call.group
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
@@ -52,7 +51,6 @@ def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Ar
 
 
 def internode_combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
-    """`jax_ep.combine` of validated operands."""
     assert group.intranode is not None
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:

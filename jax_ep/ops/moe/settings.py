@@ -88,8 +88,6 @@ class DispatchConfig:
 
 
 class DispatchCall(NamedTuple):
-    """A validated call of dispatch without its arrays."""
-
     op: str  # called by the user
     group: Group
     config: DispatchConfig  # for one group of all ranks
@@ -108,7 +106,6 @@ class DispatchCall(NamedTuple):
         return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
     def path(self, assignments: int) -> Path:
-        """The path that runs it."""
         if self.group.intranode is not None:
             return "nodes"
         if not self.by_kernels:

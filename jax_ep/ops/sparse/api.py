@@ -164,7 +164,6 @@ def _reduce(
     union: Union,
     by_pallas: tuple[xla.Sorted, jax.Array] | None = None,
 ) -> jax.Array:
-    """By the kernels, or by Pallas with these entries and scale."""
     name = group.axis_name
 
     def forward(residuals: tuple[Union, Any], values: jax.Array) -> jax.Array:

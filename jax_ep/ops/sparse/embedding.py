@@ -40,8 +40,6 @@ class ValueAndGrad(Protocol[Value, Gradient]):
 
 
 class Entries(NamedTuple):
-    """The rows that a lookup reads on this rank."""
-
     places: jax.Array  # [N] places in this rank's table, or outside it if no row is read
     indices: jax.Array  # [N] their ids in the whole table
     num_rows: int  # of the whole table

@@ -33,7 +33,6 @@ class _Layout(NamedTuple):
     has_rows: list[bool]
 
     def split(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves with rows, and the scalars."""
         leaves = list(zip(self.structure.flatten_up_to(state), self.has_rows, strict=True))
         return [x for x, has_rows in leaves if has_rows], [x for x, has_rows in leaves if not has_rows]
 

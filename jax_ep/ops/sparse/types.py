@@ -180,8 +180,6 @@ def check_table(op: str, table: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """The static settings of a sparse_all_reduce."""
-
     size: int
     num_rows: int
     capacity: int
