@@ -314,7 +314,7 @@ def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
 
 
 def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
-    """The sum of each long segment whose entries begin a window here for the first time, one after the other."""
+    """The sum of each long segment whose first window belongs to this program, one after the other."""
     further = refs["further"]
     windows, width = further.shape
     lane = jnp.arange(cut.rows, dtype=jnp.int32)
@@ -326,11 +326,11 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
     column = _columns(cut.columns)
 
     def add_up(i: Any, nothing: None) -> None:
-        """The segment of window i of the program."""
+        """Adds up the segment of window i of the program."""
         segment, begin, end = (
             jnp.sum(jnp.where(found & (lane == i), x, 0), dtype=jnp.int32) for x in (segments, begins, ends)
         )
-        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts if none is found
+        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts without a segment
         finish = epilogue(refs, outs, segment[None], (parts > 0)[None], column)
 
         def load(ref: Any, part: Any) -> jax.Array:
@@ -351,7 +351,7 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
 
 
 def _parts(entries: jax.Array, size: int = PART) -> jax.Array:
-    """int32: how many parts so many entries make, also where ints have 64 bits."""
+    """int32: the parts of `entries` entries, also with 64-bit ints."""
     return jax.lax.div(entries + (size - 1), jnp.int32(size))
 
 
@@ -376,12 +376,12 @@ def _long_segment(starts: Any, entry: jax.Array, entries: int) -> tuple[jax.Arra
 def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:
     """The last segment that begins at or before an entry: -1 or starts.size - 1 if the entry is outside of all.
 
-    Every step divides the range by `_FAN_OUT`, as a step takes as long as a load.
+    Every step divides the range by `_FAN_OUT`, because a step takes as long as a load.
     """
     span = _FAN_OUT
     while span <= starts.shape[0]:
         span *= _FAN_OUT
-    least = jnp.zeros_like(entry)  # how many begin at or before the entry, at least; fewer than `span` more
+    least = jnp.zeros_like(entry)  # least number that begin at or before the entry, to within `span`
     while span > 1:
         span //= _FAN_OUT
         pivot = least[:, None] + jnp.arange(_FAN_OUT, dtype=jnp.int32)[None, :] * span

@@ -96,8 +96,8 @@ struct alignas(128) SignalPad {
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: its rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t mailed[kMaxRanks];                     // by source: the rest of its mail is here
-  alignas(128) uint64_t laid_out;                              // where the rows of this rank lie is known
-  alignas(128) uint64_t placed[kMaxRanks];                     // by source: where its rows go here is known
+  alignas(128) uint64_t laid_out;                              // the layout of this rank's rows is known
+  alignas(128) uint64_t placed[kMaxRanks];                     // by source: the rows of its tokens here are known
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or can be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords first_ctas, all_ctas;                      // barriers among CTAs of this rank

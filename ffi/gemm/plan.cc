@@ -16,8 +16,7 @@ int tiles_of(const Shape& shape, int block_n) {
 }
 
 // The cost of filling and draining a tile, in columns of multiplies: `load_columns` for the first load (twice if
-// k-grouped), plus `store_columns` divided by the contraction for the epilogue, if no other warpgroup multiplies
-// meanwhile.
+// k-grouped), plus `store_columns` divided by the contraction for the epilogue, if no other warpgroup multiplies then.
 int columns_lost(const Shape& shape, bool stores_alone) {
   const bool k_grouped = shape.grouping == Grouping::k_grouped;
   const int contraction = larger(k_grouped ? shape.k / shape.groups : shape.k, kBlockK);

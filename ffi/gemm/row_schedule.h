@@ -19,7 +19,7 @@ struct alignas(16) RowTile {
   int group;
   int row, row_end;
   int rows;  // to multiply: a multiple of kRowStep
-  int col;   // may lie past the last column
+  int col;   // may be past the last column
   int k_end;
   static constexpr int k_begin = 0;
 };

@@ -24,7 +24,7 @@ struct RowRates {
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 4, 3}};
   int few_senders = 4;              // for combine and float8 dispatch of few tokens
   int union_entries_per_cta = 256;  // of sparse_union: bench sparse
-  int union_ctas = 96;              // at the most: bench sparse
+  int union_ctas = 96;              // at most: bench sparse
 };
 
 // Rates of all_gather_matmul: kernels/collective_matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.

@@ -200,7 +200,7 @@ def _reduce_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> _Pair:
 
 
 def _reduce_on(config: MatmulConfig, residuals: _Pair, tangents: _Pair) -> jax.Array:
-    """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
+    """d_lhs rhs + lhs d_rhs as one product with twice the contraction, so that sums travel once."""
     (lhs, rhs), (d_lhs, d_rhs) = residuals, tangents
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
@@ -217,9 +217,9 @@ def _reduce_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -
 
 
 def _of_every_rank(config: MatmulConfig, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of a sum that all ranks have: one for all if types track this, otherwise the sum over the ranks.
+    """The cotangent of a replicated sum: the same on all ranks if types track this, otherwise the sum over the ranks.
 
-    The sum is in its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
+    The sum has its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
     """
     axis = config.group.axis_name
     if vary.tracks_varying(axis):

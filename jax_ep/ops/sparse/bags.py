@@ -39,8 +39,8 @@ def bag(
       weights: [..., L] floats, or None for 1.
       combiner: "sum", of weight times row; "mean", the sum divided by the sum of weights; "sqrtn", divided by the root
         of the sum of squared weights (as in `tf.nn.embedding_lookup_sparse`). An empty bag is zero.
-      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. What is outside [0, num_bags) belongs
-        to no bag, as padding does.
+      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. Numbers outside [0, num_bags) are
+        padding.
       num_bags: M; only with `bag_of`.
 
     Returns:
@@ -92,7 +92,7 @@ def _to_entries(weight: jax.Array, cotangent: jax.Array) -> jax.Array:
 def with_shared_rows(
     gradients: Callable[[list[jax.Array]], tuple[list[jax.Array], T]],
 ) -> Callable[[list[jax.Array]], tuple[list[jax.Array], T, list[Shared | None]]]:
-    """Also returns for each gradient [N, D] what its entries share: it is the cotangent of one bag of float32."""
+    """Also returns the shared rows of each gradient [N, D] that is the cotangent of one float32 bag."""
 
     def run(rows: list[jax.Array]) -> tuple[list[jax.Array], T, list[Shared | None]]:
         traced, shapes = jax.make_jaxpr(gradients, return_shape=True)(rows)
