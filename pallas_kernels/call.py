@@ -1,6 +1,7 @@
-"""How kernels are called: by Pallas' Triton backend, without its warnings.
+"""Calls of kernels by Pallas' Triton backend, without its warnings.
 
-jax deprecates this backend since 0.11, and warns whenever a kernel is lowered. Users of our ops cannot act on that.
+jax has deprecated this backend since 0.11, and warns whenever a kernel is lowered. Users of these kernels cannot change
+that.
 """
 
 import functools
@@ -24,7 +25,7 @@ HAS_TRITON = triton is not None
 
 
 def compiler_params(warps: int, stages: int | None = None) -> Any:
-    """Triton's parameters, in a type of ours: by the type Pallas finds our lowering rule.
+    """Triton's parameters, in a type by which Pallas finds the lowering rule of this file.
 
     Raises:
       NotImplementedError: this jax has no Triton backend.
@@ -62,11 +63,11 @@ def call_kernel(
     params: Any,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Calls `body` with the references of whole arrays: of the operands, then of the results.
+    """Calls `body` with references to whole arrays: the operands, then the results.
 
     Args:
       name: of the kernel in profiles.
-      results: arrays, which are written in place; or types, whose arrays vary as the first operand does.
+      results: arrays, which are written in place; or types of arrays that vary like the first operand.
       params: `compiler_params`.
     """
     written = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]

@@ -1,4 +1,4 @@
-"""Checks of arguments: errors name the op and the argument, and say what it must be and what it was."""
+"""Checks of arguments."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def check_array(
     """Raises ValueError or TypeError unless `x` is an array of this shape and of one of these dtypes.
 
     Args:
-      layout: the shape in words, such as "[N, D]". Without `shape` its number of axes counts.
+      layout: the shape in words, such as "[N, D]". Without `shape` only its number of axes is checked.
     """
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{op}: {name} must be an array, got {type(x).__name__}")

@@ -1,7 +1,7 @@
 """A stable sort of few ids in one launch, for GPUs that Triton compiles for.
 
-Every id is compared with all others: its place is the number of smaller ids, and of equal ones before it. Few ids are
-compared in less time than the launches of a sort in several steps take.
+Every id is compared with all others: its place is the number of smaller ids, and of equal ids before it. For few ids
+this takes less time than the launches of a sort in several steps.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
 from jax_ep.pallas_kernels.checks import check_array
 
-BLOCK = 64  # a program places this many ids, and compares them with as many at a time
+BLOCK = 64  # ids of a program, and ids with which it compares them at once
 MOST_IDS = 2048
 
 
@@ -28,10 +28,9 @@ def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tu
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
-      place: [N] int32, the place of each id in the order; -1 for an id outside.
-      order: [N] int32, which id has each place; -1 where that is an id outside.
-      sizes: [groups] int32, how often each id occurs.
-      Under `jax.vmap` one element of the batch is computed after the other.
+      place: [N] int32, the place of each id in the order, or -1 for an id outside. order: [N] int32, the id at each
+      place, or -1 for an id outside. sizes: [groups] int32, the number of each id. Under `jax.vmap` one element of the
+      batch is computed after the other.
 
     Raises:
       ValueError, TypeError: an argument is wrong.

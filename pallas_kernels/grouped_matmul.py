@@ -1,8 +1,8 @@
-"""Matrix products of rows in groups, each group with a matrix of its own, for GPUs that Triton compiles for.
+"""Matrix products of rows in groups, with a matrix per group, for GPUs that Triton compiles for.
 
-A program computes one tile of a result. In `grouped_matmul` the groups divide the rows, and a tile's rows are of one
-group (as in MegaBlocks: Gale et al., 2022). In `grouped_outer` they divide the contraction, and a tile is of one
-group's result. Rows may be gathered: row i is row indices[i] of an operand, and no copy of the rows exists.
+A program computes one tile of a result. In `grouped_matmul` the groups divide the rows, and a tile's rows belong to one
+group (as in MegaBlocks: Gale et al., 2022). In `grouped_outer` they divide the contraction. Rows may be gathered: row i
+is row indices[i] of an operand, without a copy.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
 from jax_ep.pallas_kernels.varying import vary_alike
 
-ZERO_ROW = -1  # an index. Any other outside the operand is a row of NaN
+ZERO_ROW = -1  # an index. Any other outside the operand gives a row of NaN
 
 GatedUnit = Callable[[jax.Array, jax.Array], jax.Array]  # elementwise, of the products by gate and up in float32
 
 
 class Tiling(NamedTuple):
-    """How a product is cut: a tile of `rows` by `columns` of the result, in steps of `depth` along the contraction."""
+    """The tile of a product: `rows` by `columns` of the result, in steps of `depth` along the contraction."""
 
     rows: int
     columns: int
@@ -48,7 +48,7 @@ def row_tiling(rows: int, columns: int, depth: int, groups: int, products: int, 
 
 
 def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -> Tiling:
-    """For `grouped_outer`: `depth` is an average group's."""
+    """For `grouped_outer`. `depth` is that of an average group."""
     depth = min(32, _power_of_two(pl.cdiv(depth, groups)))
     if jnp.dtype(dtype).itemsize == 4:
         return Tiling(min(128, _power_of_two(rows)), min(64, _power_of_two(columns)), depth, 4)
@@ -56,9 +56,9 @@ def outer_tiling(rows: int, columns: int, depth: int, groups: int, dtype: Any) -
 
 
 def within(op: str, shared_bytes: int, tiling: Tiling, products: int, dtype: Any) -> Tiling:
-    """The tiling in two stages, as flat as it must be for the operands of both to fit the shared memory.
+    """The tiling in two stages, with steps so short that both fit the shared memory.
 
-    Raises ValueError if even steps of depth 16 do not fit.
+    Raises ValueError if steps of depth 16 do not fit.
     """
     tiling = tiling._replace(stages=2)
     while (needed := 2 * step_bytes(tiling, products, dtype)) > shared_bytes:
@@ -69,12 +69,12 @@ def within(op: str, shared_bytes: int, tiling: Tiling, products: int, dtype: Any
 
 
 def step_bytes(tiling: Tiling, products: int, dtype: Any) -> int:
-    """The operands of a step along the contraction: a tile of rows, and one of columns for each product."""
+    """Bytes of the operands of a step along the contraction: a tile of rows, and one of columns for each product."""
     return (tiling.rows + products * tiling.columns) * tiling.depth * jnp.dtype(dtype).itemsize
 
 
 def _power_of_two(size: int) -> int:
-    """At least 16, as the tensor cores ask."""
+    """At least 16, which tensor cores require."""
     return max(16, power_of_two(size))
 
 
@@ -102,15 +102,15 @@ def grouped_matmul(
       indices: [M] int32, the rows of `lhs`: -1 is a row of zeros, any other index out of bounds a row of NaN.
       transpose_rhs: the matrices are [G, N, K].
       unit: an elementwise function that Triton compiles: the result is unit(lhs gate, lhs up), of rounded products.
-      keep_products: with a unit, return both products, too.
+      keep_products: with a unit, also return both products.
       dtype: of the results. Default: the dtype of `lhs`.
       precision: of products in float32, as for `jax.numpy.dot`.
       tiling: default: `row_tiling`.
-      shared_bytes: of the GPU if it has less than 99 KiB, as AMD's: the default tiling is then `within` it.
+      shared_bytes: of the GPU if it has less than 99 KiB, as AMD's have: the default tiling is then `within` it.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
-      The result [M, N], then the products that are kept.
+      The result [M, N], then the kept products.
 
     Raises:
       ValueError, TypeError: an argument is wrong.
@@ -168,7 +168,7 @@ def grouped_outer(
 ) -> jax.Array:
     """Over each group's rows, `lhs` [M, K] transposed times `rhs` [M, N]: [G, K, N].
 
-    Arguments as for `grouped_matmul`; each operand may be gathered, and the default tiling is `outer_tiling`.
+    Arguments as for `grouped_matmul`. Each operand may be gathered, and the default tiling is `outer_tiling`.
     """
     op = "grouped_outer"
     for name, x, layout, kinds in (
@@ -199,16 +199,13 @@ def grouped_outer(
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
-    """int32: where each group ends, within the rows, whatever the sizes are."""
+    """int32: the end of each group, within the rows even if the sizes are wrong."""
     sizes = jnp.clip(group_sizes, 0, rows).astype(jnp.uint32)  # their sum has more than 31 bits
     return jnp.minimum(jnp.cumsum(sizes), rows).astype(jnp.int32)
 
 
 def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each program its group, its first row and the end of its rows; group G has the rows after the last group.
-
-    There are as many programs as `rows` rows can need.
-    """
+    """For each program its group, its first row and the end of its rows. Group G has the rows after the last group."""
     ends = jnp.append(_ends(group_sizes, rows), rows)
     begins = jnp.append(0, ends[:-1])
     tiles = pl.cdiv(ends - begins, height)
@@ -220,12 +217,12 @@ def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, j
 
 
 class _Rows(NamedTuple):
-    """Some rows of an operand [M, K], as a tile loads them."""
+    """Rows of an operand [M, K] for a tile."""
 
     ref: Any
     at: jax.Array  # within the operand
-    valid: jax.Array  # whether there is a row, and it is not one of zeros
-    outside: jax.Array | None  # whether it is a row of NaN
+    valid: jax.Array  # whether there is a row that is not zero
+    outside: jax.Array | None  # whether the row is NaN
 
     def load(self, columns: jax.Array, width: int) -> jax.Array:
         mask = self.valid[:, None] & (columns < width)[None, :]
@@ -285,14 +282,13 @@ def _row_tile(
         if rows.outside is None:
             triton.store(at, values.astype(ref.dtype), mask=mask)
             continue
-        # A select of the sums lost their last multiply (float16, tiles of 128 x 256, an H200 with jax 0.11.2).
+        # A select of the sums lost their last multiply (float16, tiles of 128 x 256, H200, jax 0.11.2).
         outside = rows.outside[:, None] & (group < rhs[0].shape[0])  # rows after the last group are zero
         triton.store(at, values.astype(ref.dtype), mask=mask & ~outside)
         triton.store(at, jnp.full(mask.shape, jnp.nan, ref.dtype), mask=mask & outside)
 
 
 def _matrix(ref: Any, group: Any, k: Any, column: Any, depth: int, columns: int, transposed: bool) -> jax.Array:
-    """A tile [depth, columns] of a group's matrix."""
     mask = (k < depth)[:, None] & (column < columns)[None, :]
     if transposed:
         return triton.load(ref.at[group, column[:, None], k[None, :]], mask=mask.T, other=0.0).T

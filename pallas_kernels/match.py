@@ -1,4 +1,4 @@
-"""The place of each id among sorted ids, by halving, for GPUs that Triton compiles for."""
+"""The place of each id among sorted ids, by bisection, for GPUs that Triton compiles for."""
 
 from functools import partial
 from typing import Any
@@ -13,15 +13,15 @@ from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
 from jax_ep.pallas_kernels.checks import check_array
 from jax_ep.pallas_kernels.varying import vary_alike
 
-BLOCK = 128  # ids of a program, one a thread: steps wait for memory
+BLOCK = 128  # ids of a program, one per thread: steps wait for memory
 
 
 def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns the number of sorted ids below each id. If the id is there, this is its first place.
+    """Returns the number of sorted ids below each id, which is the first place of an id that is there.
 
     Args:
       union: [U] integers, not decreasing.
-      ids: [N] integers. Unsigned ones of 32 or 64 bits only beside unsigned ones.
+      ids: [N] integers. Unsigned 32- or 64-bit ids need an unsigned union, and the reverse.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:

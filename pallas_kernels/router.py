@@ -1,10 +1,9 @@
 """Routers: the best experts of each token, and their weights, in one read of the logits.
 
 For GPUs that Triton compiles for. A program holds the scores of some tokens in registers and takes the best of each,
-one after the other. The logits of the chosen experts, which the weights are made of, come from the cache.
+one after the other. The logits for the weights come from the cache.
 
-Scores are compared by their bits, as by `jax.lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN. Of equal scores the first is
-taken.
+Scores are compared as by `jax.lax.top_k`: -NaN < -inf < -0 < 0 < inf < NaN. The first of equal scores is taken.
 """
 
 from functools import partial
@@ -21,21 +20,21 @@ from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
 
-MOST_EXPERTS = 8192  # that the registers of a program hold, each group padded to a power of two
-MOST_TOP_K = 64  # each further expert takes as long as the one before, so a sort is faster above this
+MOST_EXPERTS = 8192  # in a program's registers, with each group padded to a power of two
+MOST_TOP_K = 64  # time grows with each expert, so a sort is faster above this
 _LEAST = -(2**31)  # below the key of every score
 _NONE = 2**31 - 1  # above every index
 
 
 class RouterTiling(NamedTuple):
-    """The tile of a program: so many tokens with all their scores."""
+    """The tile of a program: tokens with all their scores."""
 
     tokens: int
     warps: int
 
 
 class Groups(NamedTuple):
-    """Experts are chosen from the `kept` best of all `total` groups of neighbours.
+    """Experts are chosen from the `kept` best of `total` groups of adjacent experts.
 
     A group's score is the sum of its `best` highest scores, or of all its scores if it has fewer experts.
     """
@@ -46,7 +45,7 @@ class Groups(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """How a token's experts lie in a tile: the groups and the members of each are padded to powers of two."""
+    """The layout of a token's experts in a tile: groups and their members are padded to powers of two."""
 
     groups: int
     members: int
@@ -61,9 +60,9 @@ class _Layout(NamedTuple):
 
 
 def router_tiling(tokens: int, columns: int) -> RouterTiling:
-    """A program holds 256 scores, or all of one token. It has one warp, or more for a token of 2,048 scores or more.
+    """A program holds 256 scores, or all of one token. It has one warp, or more from 2,048 scores of a token on.
 
-    Tokens are spread over 512 programs or more, which is four for every SM of a large GPU.
+    There are at least 512 programs if there are enough tokens: four for every SM of a large GPU.
     """
     rows = min(32, max(1, 256 // columns))
     while rows > 1 and pl.cdiv(tokens, rows) < 512:
@@ -72,7 +71,7 @@ def router_tiling(tokens: int, columns: int) -> RouterTiling:
 
 
 def can_route(experts: int, groups: int = 1, top_k: int = 1) -> bool:
-    """Whether `route` and `best_groups` take so many experts in so many groups, and choose so many."""
+    """Whether `route` and `best_groups` support these numbers of experts, groups and choices."""
     return _Layout(groups, experts // groups).columns <= MOST_EXPERTS and top_k <= MOST_TOP_K
 
 
@@ -93,13 +92,13 @@ def route(
 
     Args:
       logits: [T, E] bfloat16, float16 or float32, E and G as `can_route` says.
-      top_k: K, at most 64, and at most the experts of the groups that are kept.
-      score: what a logit becomes in float32.
+      top_k: K, at most 64, and at most the experts of the kept groups.
+      score: of a logit in float32.
       bias: [E] floats, added to the scores when experts are chosen, and not to the weights.
-      groups: default: experts are chosen from all.
+      groups: default: all experts.
       renormalize: the weights are divided by their sum. Otherwise they are the scores.
       ids: [T, K] int32 or int64: experts chosen earlier. Those outside [0, E) stay, with weight 0.
-      mask: [T] bool. Tokens that it leaves out get ids of -1 and weights of 0.
+      mask: [T] bool. Other tokens get ids of -1 and weights of 0.
       tiling: default: `router_tiling`.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
@@ -142,7 +141,7 @@ def route(
 def best_groups(
     scores: jax.Array, groups: Groups, *, tiling: RouterTiling | None = None, interpret: bool = False
 ) -> jax.Array:
-    """[T, G] bool: the groups of each token that are kept.
+    """[T, G] bool: the kept groups of each token.
 
     Args:
       scores: [T, E] bfloat16, float16 or float32, E and G as `can_route` says.
@@ -184,7 +183,7 @@ def _call(
     scores: jax.Array,
     *others: jax.Array,
 ) -> list[jax.Array]:
-    """Runs `body` of named operands and results. All but the bias have a row per token."""
+    """Runs `body` with named operands and results. All except the bias have a row per token."""
     tokens = scores.shape[0]
     if not tokens:
         return [jnp.zeros_like(scores, dtype, shape=(0, width)) for width, dtype in results.values()]
@@ -253,7 +252,7 @@ def _keep_groups(refs: dict[str, Any], *, rows: int, layout: _Layout, groups: Gr
 
 
 def _load(scores: Any, rows: int, layout: _Layout) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The tokens of a program [rows], and which of them exist; the experts [1, columns], and the scores in float32."""
+    """The tokens of a program [rows], whether they exist, the experts [1, columns], and the scores in float32."""
     row = pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32)
     inside = row < scores.shape[0]
     row = jnp.where(inside, row, 0)
@@ -294,13 +293,13 @@ def _kept(keys: jax.Array, layout: _Layout, groups: Groups, dtype: Any = np.floa
 
 
 def _greatest(keys: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The greatest key of the last axis, and the first index that has it; the axis has size 1."""
+    """The greatest key of the last axis, and its first index; the axis has size 1."""
     greatest = jnp.max(keys, axis=-1, keepdims=True)
     return greatest, jnp.min(jnp.where(keys == greatest, index, _NONE), axis=-1, keepdims=True)
 
 
 def _keys(scores: jax.Array, exists: jax.Array) -> jax.Array:
-    """int32 in the order of float32 scores: above `_LEAST`, which stands for what does not exist."""
+    """int32 in the order of float32 scores, above `_LEAST`, the key of missing experts."""
     return jnp.where(exists, jnp.maximum(_key(scores), _LEAST + 1), _LEAST)
 
 

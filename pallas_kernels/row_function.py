@@ -1,7 +1,7 @@
 """A function of the rows of arrays, as equations that a kernel evaluates on blocks of rows.
 
-The function is traced once. What does not depend on rows is computed outside of the kernel, in any way; its scalars are
-operands of the kernel. All else must be elementwise, a sum along a row, or a broadcast of one.
+The function is traced once. Values that do not depend on rows are computed outside of the kernel; its scalars are
+operands of the kernel. All other equations must be elementwise, a sum along a row, or a broadcast of one.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-_MOST_COLUMNS = 8192  # that a program holds of each array
+_MOST_COLUMNS = 8192  # of each array in a program
 _ROW_DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64, np.int32, np.int64, np.bool_)
-_ELEMENTWISE = {  # what Pallas' Triton backend lowers for float32
+_ELEMENTWISE = {  # lowered by Pallas' Triton backend for float32
     *("abs", "add", "and", "atan2", "cbrt", "ceil", "convert_element_type", "cos", "div", "eq", "exp", "exp2", "expm1"),
     *("floor", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt", "mul", "ne", "neg"),
     *("not", "or", "pow", "rem", "rsqrt", "select_n", "sin", "sqrt", "square", "sub", "tan", "tanh", "xor", "add_any"),
@@ -30,7 +30,7 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 
 
 class _Row(NamedTuple):
-    """The number of an array of rows: operands of the function come first, then results of equations."""
+    """The number of an array of rows: operands of the function, then results of equations."""
 
     number: int
 
@@ -47,7 +47,7 @@ class _Equation(NamedTuple):
 
 
 class RowFunction(NamedTuple):
-    """What `trace_rows` returns.
+    """The result of `trace_rows`.
 
     Attributes:
       scalars: operands of the kernel.
@@ -65,7 +65,7 @@ class RowFunction(NamedTuple):
         Args:
           blocks: [rows, columns] for an operand [V, D], [rows, 1] for [V, 1], [rows] for [V].
           scalars: the values of `scalars`.
-          real: [columns] bool: which columns a row has.
+          real: [columns] bool: the columns of a row.
         """
         found, size = list(blocks), (blocks[0].shape[0], real.shape[0])
 
@@ -80,18 +80,18 @@ class RowFunction(NamedTuple):
 
 
 def trace_rows(function: Callable[..., Any], width: int, rows: Sequence[Any], scalars: Sequence[Any]) -> RowFunction:
-    """Traces `function(rows, scalars)`, which returns lists of rows and of scalars. It treats every row by itself.
+    """Traces `function(rows, scalars)`, which returns lists of rows and of scalars and treats rows independently.
 
     Args:
       width: D.
       rows: arrays or their types, of shape [V, D], [V, 1] or [V]. The function is traced for other V.
 
     Raises:
-      NotImplementedError: a kernel cannot compute this. The message says what.
+      NotImplementedError: a kernel cannot compute the function. The message says why.
     """
     if width > _MOST_COLUMNS:
         raise NotImplementedError(f"rows of {width} columns")
-    height = width + 1  # so an axis of this size is one of rows
+    height = width + 1  # an axis of this size is the axis of rows
     types = []
     for x in rows:
         types.append(jax.ShapeDtypeStruct((height, *x.shape[1:]), x.dtype))
@@ -115,7 +115,6 @@ class _Trace:
         self.scalars: list[jax.Array] = []
 
     def run(self, jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """The results: `_Row`, or values."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
 
         def read(x: Any) -> Any:
@@ -127,7 +126,6 @@ class _Trace:
         return [read(x) for x in jaxpr.outvars]
 
     def operand(self, x: Any) -> Any:
-        """`x` as a kernel reads it."""
         if isinstance(x, _Row):
             return x
         if np.ndim(x):
@@ -159,7 +157,6 @@ class _Trace:
 
 
 def _apply(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
-    """The results of one equation of `jaxpr`, of arrays."""
     of = [(var, x) for var, x in zip(eqn.invars, operands, strict=True) if not isinstance(var, Literal)]
     invars = [var for var, _ in of]
     names = jaxpr.debug_info.with_unknown_names()
@@ -168,7 +165,6 @@ def _apply(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
 
 
 def _size_of(x: Any, height: int) -> tuple[str, ...]:
-    """The axes of an array of rows."""
     if x.dtype not in map(np.dtype, _ROW_DTYPES):
         raise NotImplementedError(f"rows of {x.dtype}")
     if x.shape == (height, height - 1):

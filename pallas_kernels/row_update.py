@@ -1,8 +1,8 @@
 """Updates of a table's rows by sums of gradients, in place, for GPUs that Triton compiles for.
 
 One program adds up the gradients of a row, reads the row and its states, and writes the new ones, as in the fused
-backward pass of FBGEMM (Khudia et al., 2021). The order of additions is that of `sums`, and many programs add up a row
-of many entries, as there.
+backward pass of FBGEMM (Khudia et al., 2021). The order of additions is that of `sums`, where many programs add up a
+row of many entries.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ def update_rows(
     weights: jax.Array | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Returns `arrays`, in which row ids[s] is new for each segment s. Other rows keep their bits.
+    """Returns `arrays` with a new row ids[s] for each segment s. Other rows keep their bits.
 
     Each array is written in place if it is donated, and copied once otherwise.
 
     Args:
-      function: as `trace_rows` gives it, of the sum of a segment's values [D] float32 and of the row of each array. It
-        returns the new row of each array.
+      function: from `trace_rows`, of the sum of a segment's values [D] float32 and of the row of each array. It returns
+        the new row of each array.
       arrays: [V, D], [V, 1] or [V].
-      ids: [S] int32 or int64, all different; those outside [0, V) update nothing.
+      ids: [S] int32 or int64, all different. Ids outside [0, V) update nothing.
       values, starts, order, weights: the terms of the sums, as for `sum_segments`. A segment without entries updates
         its row by a sum of 0.
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
@@ -61,7 +61,7 @@ def update_rows(
         if x.shape not in ((height, width), (height, 1), (height,)):
             raise ValueError(f"update_rows: arrays must be [V, {width}], [V, 1] or [V] alike, got {x.shape}")
     entries = values.shape[0] if order is None else order.shape[0]
-    if not (entries and values.shape[0]):  # every sum is 0, as that of one row of zeros
+    if not (entries and values.shape[0]):  # every sum is 0, like that of one row of zeros
         entries, values, order, weights = 1, jnp.zeros_like(values, shape=(1, width)), None, None
     given = {"values": values, "starts": starts, "ids": ids, "order": order, "weights": weights}
     given = {name: x for name, x in given.items() if x is not None}
@@ -78,7 +78,7 @@ def update_rows(
         row = triton.load(refs["ids"].at[segment], mask=mask, other=-1)
         mask &= (row >= 0) & (row < height)
         row = jnp.where(mask, row, 0).astype(jnp.int32)
-        there = jnp.where(mask, row, height)  # what is masked is written back in interpret mode
+        there = jnp.where(mask, row, height)  # interpret mode writes masked elements back
         real = column < width
 
         def place(ref: Any, row: jax.Array) -> tuple[Any, jax.Array]:

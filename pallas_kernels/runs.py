@@ -1,7 +1,7 @@
 """Runs of equal ids among sorted ids, for GPUs that Triton compiles for.
 
-The first kernel counts how many runs begin in each block of ids. The second adds up the counts of all blocks before its
-own, and so knows the number of each run that begins in its block.
+The first kernel counts the runs that begin in each block of ids. The second adds up the counts of all earlier blocks,
+and so knows the number of each run that begins in its block.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from jax_ep.pallas_kernels.checks import check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
 
 BLOCK = 1024  # ids of a program
-_MOST_COUNTS = 1024  # that a program adds up at once
+_MOST_COUNTS = 1024  # added up at once by a program
 
 
 def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -30,10 +30,8 @@ def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tu
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Returns:
-      starts: [N + 1] int32. The first id of each run; then, for all runs that there are not, the end of the last one.
-      different: [N], the id of each run, then `limit`.
-      count: [] int32, the runs.
-      Under `jax.vmap` one element of the batch is computed after the other.
+      starts: [N + 1] int32. The first id of each run, then the end of the last run. different: [N], the id of each run,
+      then `limit`. count: [] int32, the runs. Under `jax.vmap` one element of the batch is computed after the other.
 
     Raises:
       ValueError, TypeError: an argument is wrong.
@@ -65,7 +63,8 @@ def _runs(limit: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _load(ids: Any, limit: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of a block of ids: where each is, whether it exists, itself, whether it is below the limit, and begins a run."""
+    """For a block of ids: position, whether it exists, id, whether it is below the limit, and whether it begins a
+    run."""
     at = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     inside = at < ids.shape[0]
     here, before = (
@@ -76,14 +75,14 @@ def _load(ids: Any, limit: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Ar
 
 
 def _count_runs(ids: Any, runs_of: Any, below_of: Any, *, limit: int) -> None:
-    """How many ids of each block begin a run, and how many are below the limit."""
+    """The number of ids of each block that begin a run, and that are below the limit."""
     *_, below, first = _load(ids, limit)
     runs_of[pl.program_id(0)] = jnp.sum(first, dtype=jnp.int32)
     below_of[pl.program_id(0)] = jnp.sum(below, dtype=jnp.int32)
 
 
 def _place_runs(ids: Any, runs_of: Any, below_of: Any, starts: Any, different: Any, count: Any, *, limit: int) -> None:
-    """Runs go to the front in order. Every other id fills one of the places behind them."""
+    """Runs go to the front in order. Every other id fills one of the places after them."""
     block, blocks, total = pl.program_id(0), runs_of.shape[0], ids.shape[0]
     at, inside, here, _, first = _load(ids, limit)
     chunk = min(_MOST_COUNTS, power_of_two(blocks))
@@ -100,7 +99,7 @@ def _place_runs(ids: Any, runs_of: Any, below_of: Any, starts: Any, different: A
     earlier, found, end = (jnp.sum(x, dtype=jnp.int32) for x in sums)
     upto = earlier + jnp.cumsum(first, dtype=jnp.int32)  # runs that begin here or before
     place = jnp.where(first, upto - 1, found + at - upto)
-    place = jnp.where(inside, place, total + 1)  # what is masked is written back in interpret mode
+    place = jnp.where(inside, place, total + 1)  # interpret mode writes masked elements back
     triton.store(starts.at[place], jnp.where(first, at, end), mask=inside)
     triton.store(different.at[place], jnp.where(first, here, limit), mask=inside)
     last = at == total - 1

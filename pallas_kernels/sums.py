@@ -1,10 +1,10 @@
 """Sums of rows by segment, added in one order, for GPUs that Triton compiles for.
 
 Each segment is cut into parts of 32 entries, starting at its first entry. The entries of a part are added in order, and
-then the parts are added in order, by plain float32 additions. How programs share the work does not change this order.
+then the parts are added in order, by plain float32 additions, in any division of the work among programs.
 
-The first kernel adds up the first part of every segment, which is all of a segment of at most 32 entries. The second
-adds up further parts, and the third adds up the parts of each long segment. A row is read once. No memory is cleared.
+The first kernel adds up the first part of every segment, the second further parts, and the third the parts of each long
+segment. A row is read once. No memory is cleared.
 
 With `groups`, segments are added up in groups. Then one kernel adds up the first parts of long segments only, and a
 fourth kernel adds up the groups and their short segments.
@@ -26,14 +26,13 @@ from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
 
 PART = 32  # entries
-MOST_ENTRIES = 2**31 - 2 * PART  # the end of a part that begins behind them is an int32
+MOST_ENTRIES = 2**31 - 2 * PART  # so that the end of any part is an int32
 _FAN_OUT = 32  # of a search
 
 
 class Cut(NamedTuple):
-    """The tile of a program: `rows` sums at once, in `columns` columns.
-
-    `ahead`: so many terms of each sum are loaded before they are added.
+    """The tile of a program: `rows` sums at once, in `columns` columns, with `ahead` terms loaded before they are
+    added.
     """
 
     rows: int
@@ -43,7 +42,8 @@ class Cut(NamedTuple):
 
 
 class SumTiling(NamedTuple):
-    """How the three kernels are cut. A row of the last is a window of 32 entries, in which a long segment may begin."""
+    """The tiles of the three kernels. A row of the last is a window of 32 entries, in which a long segment may
+    begin."""
 
     first: Cut
     further: Cut
@@ -51,7 +51,7 @@ class SumTiling(NamedTuple):
 
 
 def sum_tiling(columns: int, dtype: Any) -> SumTiling:
-    """Tiles of 4 KiB of first parts and of 256 values of further parts; long segments need many loads ahead."""
+    """Tiles of 4 KiB for first parts and 256 values for further parts. Long segments need many loads ahead."""
     wide = power_of_two(columns)
     first = min(1024 if np.dtype(dtype).itemsize == 4 else 2048, wide)
     further, long = min(256, wide), min(64, wide)
@@ -174,11 +174,11 @@ def fold_segments(
     tiling: SumTiling,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """What the epilogue makes of the sum of each segment. It gets each segment once.
+    """The results of the epilogue, which gets the sum of each segment once.
 
     Args:
-      given: operands that vary alike: "values" and "starts", perhaps "order" and "weights", as for `sum_segments`; and
-        what the epilogue reads.
+      given: operands that vary over the same axes: "values" and "starts", perhaps "order" and "weights", as for
+        `sum_segments`, and operands of the epilogue.
       results: types; or arrays, which are written in place.
     """
     call, segments = partial(_call, given, entries, interpret), given["starts"].shape[0] - 1
@@ -314,7 +314,7 @@ def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
 
 
 def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
-    """The sum of each long segment whose entries begin a window here for the first time, one after the other."""
+    """The sum of each long segment whose first window belongs to this program, one after the other."""
     further = refs["further"]
     windows, width = further.shape
     lane = jnp.arange(cut.rows, dtype=jnp.int32)
@@ -326,11 +326,11 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
     column = _columns(cut.columns)
 
     def add_up(i: Any, nothing: None) -> None:
-        """The segment of window i of the program."""
+        """Adds up the segment of window i of the program."""
         segment, begin, end = (
             jnp.sum(jnp.where(found & (lane == i), x, 0), dtype=jnp.int32) for x in (segments, begins, ends)
         )
-        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts if none is found
+        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts without a segment
         finish = epilogue(refs, outs, segment[None], (parts > 0)[None], column)
 
         def load(ref: Any, part: Any) -> jax.Array:
@@ -351,7 +351,7 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
 
 
 def _parts(entries: jax.Array, size: int = PART) -> jax.Array:
-    """int32: how many parts so many entries make, also where ints have 64 bits."""
+    """int32: the parts of `entries` entries, also with 64-bit ints."""
     return jax.lax.div(entries + (size - 1), jnp.int32(size))
 
 
@@ -376,12 +376,12 @@ def _long_segment(starts: Any, entry: jax.Array, entries: int) -> tuple[jax.Arra
 def _segment_of(starts: Any, entry: jax.Array) -> jax.Array:
     """The last segment that begins at or before an entry: -1 or starts.size - 1 if the entry is outside of all.
 
-    Every step divides the range by `_FAN_OUT`, as a step takes as long as a load.
+    Every step divides the range by `_FAN_OUT`, because a step takes as long as a load.
     """
     span = _FAN_OUT
     while span <= starts.shape[0]:
         span *= _FAN_OUT
-    least = jnp.zeros_like(entry)  # how many begin at or before the entry, at least; fewer than `span` more
+    least = jnp.zeros_like(entry)  # least number that begin at or before the entry, to within `span`
     while span > 1:
         span //= _FAN_OUT
         pivot = least[:, None] + jnp.arange(_FAN_OUT, dtype=jnp.int32)[None, :] * span

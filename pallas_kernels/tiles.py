@@ -1,4 +1,4 @@
-"""Tiles of programs: Triton's have sizes that are powers of two."""
+"""Tiles of programs. Triton's sizes are powers of two."""
 
 from typing import Any
 
@@ -16,6 +16,6 @@ def power_of_two(size: int) -> int:
 def store_rows(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
     """Writes `values` [R, C] to the rows [R] where `mask` [R] is set, and the columns [C] that the array has."""
     rows, width = ref.shape
-    row = jnp.where(mask, row, rows)  # what is masked is written back in interpret mode
+    row = jnp.where(mask, row, rows)  # interpret mode writes masked elements back
     at = ref.at[row[:, None], column[None, :]]
     triton.store(at, values.astype(ref.dtype), mask=mask[:, None] & (column < width)[None, :])

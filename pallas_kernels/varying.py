@@ -1,4 +1,4 @@
-"""What `jax.shard_map(check_vma=True)` asks of a kernel: operands and result that vary over the same mesh axes."""
+"""`jax.shard_map(check_vma=True)` requires kernels' operands and results to vary over the same mesh axes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from jax.sharding import ManualAxisType
 
 
 def vary_alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
-    """The operands, each cast to vary over whatever any of them varies over."""
+    """The operands, cast to vary over the union of their axes."""
     varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
     axes = frozenset().union(*varying)
 
@@ -18,6 +18,6 @@ def vary_alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def result_type(shape: tuple[int, ...], dtype: Any, like: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type of a result that varies as `like` does."""
+    """The type of a result that varies like `like`."""
     varying = jax.typeof(like).manual_axis_type.varying
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=varying))

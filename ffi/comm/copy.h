@@ -17,7 +17,6 @@ JAX_EP_FN bool in_words(const void* a, const void* b, int64_t bytes) {
   return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b) | static_cast<uintptr_t>(bytes)) % 16 == 0;
 }
 
-// Copies every `step`-th word from `first` on. A lane has kInFlight words in flight.
 JAX_EP_FN void copy_words(Word16* to, const Word16* from, int64_t words, int64_t first, int step) {
   constexpr int kInFlight = 4;
   int64_t i = first;
@@ -40,7 +39,7 @@ JAX_EP_FN void copy_row(const Coop& coop, char* to, const char* from, int64_t by
   }
 }
 
-// 16-byte words in registers, kWords of each lane. Neighbouring lanes hold neighbouring words.
+// 16-byte words in registers, kWords per lane. Adjacent lanes hold adjacent words.
 struct Batch {
   static constexpr int kWords = 8, kBytes = kWords * Coop::lanes * int(sizeof(Word16));
   Word16 word[kWords];
@@ -82,7 +81,7 @@ JAX_EP_FN void copy_by_lane(char* to, const char* from, int bytes) {
   }
 }
 
-// Each lane in `holders`, a bit for each, has a short row of a multiple of 4 bytes. The coop copies several rows at
+// Each lane whose bit is set in `holders` has a short row of a multiple of 4 bytes. The coop copies several rows at
 // once, so that it waits for memory once. All lanes call.
 JAX_EP_FN void copy_short_rows(const Coop& coop, uint64_t holders, char* to, const char* from, int bytes) {
   constexpr int kAtOnce = 8, kWordBytes = sizeof(Word16);

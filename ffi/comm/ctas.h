@@ -1,4 +1,4 @@
-// How the CTAs of a rank meet at barriers, and how they settle which of them are members of an op.
+// Barriers among the CTAs of a rank, and the choice of the CTAs that are members of an op.
 #pragma once
 
 #include "comm/platform.h"
@@ -7,10 +7,10 @@
 
 namespace jax_ep {
 
-// A barrier of the first `ctas` CTAs. All their coops call it, and cta_sync() after it. Then every coop sees what the
-// others wrote before the barrier. A coop whose op has failed passes `join` = false, and the other CTAs see the abort
-// word. The first coop of each CTA waits, and only that coop gets the status. If the wait failed, it raises the abort
-// word before the cta_sync().
+// A barrier of the first `ctas` CTAs. All their coops call it, and then cta_sync(). After that every coop sees what the
+// others wrote before the barrier. A coop whose op has failed passes `join` = false; the other CTAs see the abort word.
+// Only the first coop of each CTA waits and gets the status. If its wait failed, it raises the abort word before the
+// cta_sync().
 JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bool join, const uint64_t* abort_word,
                              uint64_t timeout_ns) {
   coop.cta_sync();
@@ -27,17 +27,15 @@ JAX_EP_FN Status cta_barrier(BarrierWords* words, const Coop& coop, int ctas, bo
   return static_cast<Status>(coop.broadcast(status));
 }
 
-// The members of an op are the CTAs that take part in its barriers: those that have started by the time the earliest
-// one stops waiting. If another kernel holds SMs, the other CTAs may start only after the members have ended, so no
-// member may wait for them.
+// Members take part in an op's barriers: the CTAs that have started by the time the earliest one stops waiting. If
+// another kernel holds SMs, the other CTAs may start only after the members have ended, so no member may wait for them.
 
-// How long the first CTAs wait for the others, which usually begin within a microsecond. Tuned with `residency`. CPU
-// threads outnumber the cores, so they wait longer.
+// How long the first CTAs wait for the others, which usually begin within 1 us. Tuned with `residency`. CPU threads
+// outnumber the cores, so they wait longer.
 constexpr uint64_t kJoinNs = Coop::lanes == 1 ? 10'000'000 : 20'000;
 
-// Returns the part of this CTA among the members, or an empty part if the members were already counted. One
-// lane of a CTA calls. `words` is one word of the signal pad: its low half counts the CTAs that have begun, its high
-// half the members.
+// The part of this CTA among the members, or an empty part if the members were already counted. One lane of a CTA
+// calls. The low half of `words` counts the CTAs that have begun, the high half the members.
 JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   const auto members = [](uint64_t seen) { return static_cast<int>(seen >> 32); };
   const auto begun = [](uint64_t seen) { return static_cast<int>(seen & 0xffffffff); };
@@ -56,9 +54,9 @@ JAX_EP_COLD_FN Part join(uint64_t* words, int ctas) {
   }
 }
 
-// Whether all `count` coops of a role have begun. Each of these coops calls, and waits up to kJoinNs. `begun` is a word
-// that is zero when the op begins. A coop that gets false leaves. The last coop to begin gets true, so at least one
-// coop stays. It may wait for peers, because no other coop of this rank needs an SM any more.
+// Whether all `count` coops of a role have begun. Each of these coops calls, and waits up to kJoinNs. `begun` is zero
+// when the op begins. A coop that gets false leaves. The last coop to begin gets true, so at least one stays. It may
+// wait for peers, because no other coop of this rank needs an SM any more.
 JAX_EP_FN bool all_begin(const Coop& coop, uint64_t* begun, int count) {
   int all = 0;
   if (coop.lane == 0) {
@@ -88,7 +86,7 @@ JAX_EP_FN Part join_cta(const Coop& coop, uint64_t* words, int ctas) {
     }
     coop.cta_sync();
     joined = {part[0], part[1]};
-    coop.cta_sync();  // before the memory is used otherwise
+    coop.cta_sync();  // before others use the memory
   }
   return joined;
 }
@@ -99,8 +97,7 @@ JAX_EP_FN Part among_members(Part part, Part cta, Part joined) {
   return of_cta == 0 ? Part{} : Part{part.index / cta.count * joined.count + joined.index, of_cta * joined.count};
 }
 
-// This coop, numbered among the coops of member CTAs. A coop of another CTA has no part in the op. A CPU thread both
-// sends and receives.
+// This coop, numbered among the coops of member CTAs. A coop of another CTA has no part in the op.
 JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   if (cta.empty()) {
     coop.sender = coop.receiver = coop.cta = {};

@@ -1,4 +1,4 @@
-// Arithmetic of whole numbers, for kernels and for plans on the host.
+// Integer arithmetic, for kernels and for plans on the host.
 #pragma once
 
 #include <cstdint>

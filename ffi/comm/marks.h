@@ -1,4 +1,4 @@
-// Where a rank is among the ops across nodes. XLA's collectives between nodes tell nobody.
+// How far a rank has come in the ops across nodes. XLA's collectives between nodes do not report it.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace jax_ep {
 
-// In host memory, also where kernels write it.
+// In host memory, even if kernels write it.
 struct Marks {
   uint64_t begun;  // ops
-  uint64_t ended;  // of the ops begun, the number of the last one that has ended
-  uint64_t call;   // the one that was begun last, by the number of its text
+  uint64_t ended;  // the number of the last op that has ended
+  uint64_t call;   // number of the text of the op begun last
 };
 
-// Marks the beginning of a call, or the end of all that have begun. A backward pass that computes the operands of a
-// call again may begin the call without ending it, or XLA may merge two beginnings. Marks of a rank follow each other.
-// The host may read meanwhile.
+// Marks the beginning of a call, or the end of all calls that have begun. A call may begin without ending, because a
+// backward pass computes its operands again or XLA merges two beginnings. Marks of a rank do not overlap. The host may
+// read at any time.
 JAX_EP_FN void set_mark(Marks* marks, bool begins, int32_t call) {
   const uint64_t begun = load_relaxed(&marks->begun);
   if (!begins) return store_release(&marks->ended, begun);

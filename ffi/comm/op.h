@@ -1,7 +1,7 @@
-// One op on one rank: its life, its signals and its work. Every kernel that talks to peers uses it.
+// One op on one rank: its life, its signals and its work. Every kernel that communicates with peers uses it.
 //
-// Op is one class without bases: with bases, nvcc 13.0 keeps a copy of the kernel's arguments in local memory, and a
-// dispatch of float8 rows took 10 % longer (bench moe, 2 H100).
+// Op has no bases: with bases, nvcc 13.0 keeps a copy of the kernel's arguments in local memory, and a dispatch of
+// float8 rows took 10 % longer (bench moe, 2 H100).
 #pragma once
 
 #include "comm/ctas.h"
@@ -14,9 +14,9 @@
 namespace jax_ep {
 
 // How long a rank that gives up waits for peers to acknowledge that they write no more. A peer that has begun the op
-// may be in the middle of a row, or its process may just have been taken off the GPU, so it gets longer. On a CPU no
-// result depends on the wait: a process holds its results back until all its ranks have left the op (CpuGroup), and
-// other processes write to staging.
+// may be in the middle of a row, or its process may be off the GPU, so it gets longer. On a CPU no result depends on
+// the wait: a process holds its results back until all its ranks have left the op (CpuGroup), and other processes write
+// to staging.
 constexpr uint64_t kGraceNs = kOnCpu ? 100'000'000 : 300'000'000, kBegunGraceNs = kOnCpu ? kGraceNs : 10'000'000'000;
 
 class Op {
@@ -39,20 +39,19 @@ class Op {
   // False once this coop has seen the op fail. Then signals and waits do nothing.
   JAX_EP_FN bool ok() const { return status_ == Status::ok; }
 
-  // Notes in the timeline that this coop begins `phase`.
   JAX_EP_FN void enter(Phase phase) const {
     if (track_) append(track_, epoch, kind_, phase);
   }
 
   // ---- Life: post, report, finish ----
 
-  // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts; it must first have
-  // passed a barrier with the coops that wrote the rest of the mail.
+  // Sends every rank the addresses to which it may write. Every coop calls. Coop 0 posts, after a barrier with the
+  // coops that wrote the rest of the mail.
   JAX_EP_FN void post(const WindowAddresses& windows) {
     record_begin(is_recorder());
     post_by(coop.index == 0, windows);
   }
-  // At least one coop of the rank is `elected`. Posting twice does no harm.
+  // At least one coop of the rank is `elected`. Posting twice is harmless.
   JAX_EP_FN void post_by(bool elected, const WindowAddresses& windows) {
     coop.sync();
     if (!ok() || !elected) return;
@@ -64,36 +63,34 @@ class Op {
     });
   }
 
-  // Begins this op's record in the flight recorder, by one coop that is `elected`. On a CPU the same coop posts
-  // afterwards. On a GPU another coop posts, in no order with this one.
+  // One coop is `elected` and begins this op's record in the flight recorder.
   JAX_EP_FN void record_begin(bool elected) const {
     if (ok() && elected && coop.lane == 0) begin_record();
   }
-  // Whether a kernel on rows elects this coop to begin the record. On a GPU it is the last coop of the second CTA,
-  // because no other coop waits for that CTA at that time, or of the only CTA.
+  // Whether a kernel on rows elects this coop to begin the record. On a GPU it is the last coop of the second CTA, for
+  // which no other coop waits at that time, or of the only CTA.
   JAX_EP_FN bool is_recorder() const {
     return coop.index == (Coop::lanes == 1 ? 0 : smaller(2, coop.cta.count) * coop.in_cta.count - 1);
   }
 
-  // Each reports an error to the host, which keeps the first report of an op. The group stays usable; this op delivers
-  // nothing.
+  // Each reports an error to the host, which keeps the first report of an op. The group remains usable. This op
+  // delivers nothing.
   JAX_EP_FN void report_capacity(int rank, int64_t capacity, int64_t needed) const {
     leave_report(signal_pad, comm.report, {epoch, Failure::capacity, kind_, rank, rank, 0, capacity, needed});
   }
   JAX_EP_FN void report_invalid(int peer, int64_t detail, int64_t expected, int64_t seen) const {
     leave_report(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
-  // Tells every rank that rows of this op will be missing. Every rank then marks its results of this op as
-  // undelivered. Called after wait_posted(), and before deliver() of the chunk that lacks the rows.
+  // Tells every rank that rows of this op will be missing, so that its results are undelivered. Call after
+  // wait_posted(), and before deliver() of the chunk that lacks the rows.
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     each_rank([&](int rank) { store_relaxed(&comm.signal_pads[rank]->refused, epoch); });
     coop.sync();
   }
 
-  // Debug: fills the results with 0xFF, so that no stale value passes for a result. All coops of `coop.cta`
-  // meet, so each of these CTAs must find an SM; after join_op() they are the members. `Results`: see
-  // kernels/op_spec.h.
+  // Debug: fills the results with 0xFF, so that no stale value passes for a result. All coops of `coop.cta` meet, so
+  // each of these CTAs must find an SM. After join_op() they are the members. `Results`: see kernels/op_spec.h.
   template <class Results>
   JAX_EP_FN void poison(const Results& results) {
     if (!comm.poison) return;
@@ -102,8 +99,8 @@ class Op {
     barrier();
   }
 
-  // Ends the op; every coop calls. If the op has failed, the last coop to call returns when every peer has acknowledged
-  // that it writes no more here, or its grace is over. `coops`: the number of coops that call, if not all do.
+  // Ends the op. All coops call, or `coops` of them. If the op has failed, the last coop returns when every peer has
+  // acknowledged that it writes no more here, or its grace is over.
   template <class Results>
   JAX_EP_FN void finish(const Results& results, int coops = 0) {
     coop.sync();
@@ -114,12 +111,12 @@ class Op {
     enter(Phase::none);
   }
 
-  // ---- Signals and waits. Their flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
+  // ---- Signals and waits. Flags hold stamps (comm/signal_pad.h), so nothing is reset between ops ----
 
   // Flags in the signal pad of each rank, one for every source.
   using Flags = uint64_t (SignalPad::*)[kMaxRanks];
 
-  // Raises this rank's flag at every rank. One coop is `elected`, and has met the coops that wrote the flag's data.
+  // Raises this rank's flag at every rank. One coop is `elected`, after a barrier with the coops that wrote the data.
   JAX_EP_FN void signal(Flags flags, bool elected) {
     coop.sync();
     if (!ok() || !elected) return;
@@ -131,17 +128,15 @@ class Op {
     if (ok() && elected && coop.lane == 0) store_release_here(flag, stamp_);
   }
 
-  // Waits for the flags of all sources.
   JAX_EP_FN void wait(Flags flags) {
     wait_each(comm.size, [&](int source) { return source; }, [&](int source) { return &(signal_pad->*flags)[source]; });
   }
-  // Waits for a flag of this rank itself.
   JAX_EP_FN void wait_here(const uint64_t* flag) {
     wait_each(1, [&](int) { return comm.rank; }, [&](int) { return flag; });
   }
-  // Waits until all peers have posted their buffers. From then on this rank may write to the buffers.
+  // After this, the rank may write to the peers' buffers.
   JAX_EP_FN void wait_posted() { wait(&SignalPad::posted); }
-  // Waits until a chunk is here, from one source or from all.
+  // Waits for a chunk from one source, or from all.
   JAX_EP_FN void wait_delivered(int source, int chunk) {
     wait_each(1, [&](int) { return source; }, [&](int) { return &signal_pad->delivered[source][chunk]; });
   }
@@ -150,46 +145,46 @@ class Op {
         comm.size, [&](int source) { return source; },
         [&](int source) { return &signal_pad->delivered[source][chunk]; });
   }
-  // Waits for `count` chunks from number `first` on; the c-th chunk of a source has number source * chunks + c.
+  // Waits for `count` chunks from number `first` on. Chunk c of a source has the number source * chunks + c.
   JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {
     wait_each(
         count, [&](int i) { return (first + i) / chunks; },
         [&](int i) { return &signal_pad->delivered[(first + i) / chunks][(first + i) % chunks]; });
   }
 
-  // Whether a flag in this rank's signal pad is of this op.
+  // Whether a flag in this rank's signal pad was raised in this op.
   JAX_EP_FN bool is_raised(const uint64_t* flag) const { return load_acquire(flag) >= first_stamp(); }
 
-  // is_earlier(ask_posted()): whether this rank has not posted yet. ask_posted() issues the load, is_earlier() uses it.
+  // is_earlier(ask_posted()): whether this rank has not posted yet. The first call issues the load.
   JAX_EP_FN uint64_t ask_posted() const { return load_relaxed(&signal_pad->posted[comm.rank]); }
   JAX_EP_FN bool is_earlier(uint64_t seen) const { return seen < first_stamp(); }
 
-  // Waits for all coops of the rank. Every coop calls it, even if its op has failed.
+  // Waits for all coops of the rank. Every coop calls, even if its op has failed.
   JAX_EP_FN void barrier() {
     enter(Phase::barrier);
     meet(&signal_pad->all_ctas, coop.cta.count);
   }
-  // Waits for the coops of the first `ctas` CTAs. Only these coops call.
+  // A barrier of the first `ctas` CTAs. Only their coops call.
   JAX_EP_FN void barrier_of_first(int ctas) {
     if (ctas == 1)
-      coop.cta_sync();  // no other CTA takes part
+      coop.cta_sync();
     else
       meet(&signal_pad->first_ctas, ctas);
   }
 
-  // ---- Work: tickets hand out items, counts say when a chunk is whole ----
+  // ---- Work: tickets number items, counts say when a chunk is complete ----
 
-  // ask_for_ticket() draws the rank's next number, on lane 0; take_ticket() gives it to all lanes. Work between the two
-  // steps hides the latency.
+  // ask_for_ticket() draws the rank's next number on lane 0, take_ticket() gives it to all lanes. Work between the two
+  // calls hides the latency.
   JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&signal_pad->ticket); }
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t issued) const { return coop.broadcast(static_cast<int>(issued)); }
 
-  // False once the group has failed. Called before every row, because a rank must not write to a peer that gave up. All
-  // lanes call.
+  // False once the group has failed. Call before every row: a rank must not write to a peer that gave up. All lanes
+  // call.
   JAX_EP_FN bool may_push() const { return !take_abort(ask_abort()); }
-  // ask_abort() loads the abort word; take_abort() tells all lanes whether it was raised, as lane 0 saw it. A peer may
-  // raise the word between the loads of two lanes, and lanes that disagree would wait for each other forever.
+  // ask_abort() loads the abort word, take_abort() tells all lanes whether lane 0 saw it raised. Lanes that disagree
+  // would wait for each other forever.
   JAX_EP_FN uint64_t ask_abort() const { return ok() ? load_relaxed(&signal_pad->abort) : ~uint64_t{0}; }
   JAX_EP_FN bool take_abort(uint64_t issued) const { return coop.broadcast(issued != 0); }
 
@@ -209,7 +204,7 @@ class Op {
     uint64_t* const counters = signal_pad->received_bytes[static_cast<unsigned>(coop.cta.index) % kCounters];
     if (source != comm.rank && bytes) atomic_add(&counters[source], static_cast<uint64_t>(bytes));
   }
-  // Counts bytes_from(source) for every source, if this coop is `elected`. Each byte is counted by one coop.
+  // The same for every source, if this coop is `elected`.
   template <class BytesFrom>
   JAX_EP_FN void count_received_by(bool elected, BytesFrom bytes_from) const {
     if (elected) each_rank([&](int source) { count_received(source, bytes_from(source)); });
@@ -221,14 +216,14 @@ class Op {
   friend class SentMail;
   friend class ReceivedMail;
 
-  // Calls visit(rank) for every rank, also this one, each on a lane of its own.
+  // Calls visit(rank) for every rank, each on a lane of its own.
   template <class Visit>
   JAX_EP_FN void each_rank(Visit visit) const {
     JAX_EP_ROLLED
     for (int rank = coop.lane; rank < comm.size; rank += Coop::lanes) visit(rank);
   }
 
-  // The least stamp of this op, whatever its tag. All stamps of later ops are greater.
+  // The least stamp of this op, for any tag. Stamps of later ops are greater.
   JAX_EP_FN uint64_t first_stamp() const { return epoch << kTagBits; }
 
   JAX_EP_FN bool sees_abort() const { return take_abort(load_relaxed(&signal_pad->abort)); }
@@ -241,21 +236,20 @@ class Op {
                        {epoch, Failure::none, kind_, comm.rank, peer, 0, expected, seen});
   }
 
-  // A flag of this epoch with another tag was raised by a rank that runs another op, or this op with other shapes.
+  // A rank that runs another op, or this op with other shapes, raises the flag with another tag.
   JAX_EP_FN bool is_mismatch(uint64_t seen) const { return seen >> kTagBits == epoch && seen != stamp_; }
 
   JAX_EP_FN void meet(BarrierWords* words, int ctas) {
-    // A late coop may itself be waiting for a peer. The late coop must time out first, because its report names the
-    // peer.
+    // A late coop may be waiting for a peer. It must time out first, because its report names the peer.
     const uint64_t timeout = comm.timeout_ns + kBarrierGraceNs;
     const Status status = cta_barrier(words, coop, ctas, ok(), &signal_pad->abort, timeout);
     if (ok()) fail(status, comm.rank, 0, 0);
     coop.cta_sync();
-    if (ok() && sees_abort())  // the coop that waited on behalf of this one may have failed
+    if (ok() && sees_abort())  // the coop that waited may have failed
       fail(Status::aborted, comm.rank, 0, 0);
   }
 
-  // Waits for `count` flags of this op, with a lane for each. A flag of this rank itself gets the grace of meet().
+  // Waits for `count` flags, with a lane for each. A flag of this rank itself gets the grace of meet().
   template <class PeerOf, class FlagOf>
   JAX_EP_FN void wait_each(int count, PeerOf peer_of, FlagOf flag_of) {
     if (ok()) enter(Phase::wait);
@@ -281,14 +275,13 @@ class Op {
 
   JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return coop.lane == 0 ? draw(tickets) : 0; }
 
-  // Adds `pushed` to the count of the chunk and returns the sum. Resets the counter when the chunk is whole.
+  // Adds `pushed` to the count of the chunk and returns the sum. Resets the count when the chunk is whole.
   JAX_EP_FN int count_pushed(int chunk, int pushed, int whole) {
     const int sum = static_cast<int>(fetch_add(&signal_pad->pushed[chunk], static_cast<uint64_t>(pushed))) + pushed;
     if (sum == whole) store_relaxed(&signal_pad->pushed[chunk], uint64_t{0});
     return sum;
   }
 
-  // The mailbox in which `source` leaves its mail at `rank` for this op: see window.h.
   JAX_EP_FN Mail* mail(int rank, int source) const { return &comm.signal_pads[rank]->mail[epoch & 1][source]; }
 
   JAX_EP_FN void* as_seen_by(int peer, void* address, int buffer) const {
@@ -302,7 +295,7 @@ class Op {
 
   template <class Results>
   JAX_EP_FN void finish_last(const Results& results) {
-    coop.sync();  // what lane 0 has seen of the other coops, all lanes see
+    coop.sync();  // all lanes see what lane 0 has seen of the other coops
     const uint64_t refused_in = load_relaxed(&signal_pad->refused), reported_in = load_relaxed(&signal_pad->reported);
     const uint64_t now = clock_ns();
     const bool failed = take_abort(load_acquire(&signal_pad->abort));
@@ -328,9 +321,9 @@ class Op {
   }
 
   // Raises the abort word everywhere, acknowledges that this rank writes no more, and waits until no peer writes here
-  // any more. A peer that has begun the op may be about to write, and gets a longer grace. Other peers will see their
-  // abort word first. A peer that has ended the op writes no more, and perhaps never launches the next kernel, which
-  // would acknowledge.
+  // any more. A peer that has begun the op may be about to write, and gets a longer grace. Other peers see their abort
+  // word first. A peer that has ended the op writes no more, and may never launch the next kernel, which would
+  // acknowledge.
   JAX_EP_FN void give_up() {
     enter(Phase::give_up);
     const uint64_t culprit = load_relaxed(&signal_pad->abort);
@@ -359,7 +352,7 @@ class Op {
   }
 
   static constexpr uint64_t kBarrierGraceNs = 200'000'000;
-  static constexpr uint64_t kGraceLookNs = 1'000'000;  // between two looks at a peer's epoch
+  static constexpr uint64_t kGraceLookNs = 1'000'000;  // between two reads of a peer's epoch
   const uint64_t stamp_;
   const OpKind kind_;
   Track* const track_;

@@ -1,5 +1,4 @@
-// The parts and ranges that work is divided into, and what lanes learn of each other. Included by the platforms'
-// headers, after their function prefixes.
+// Parts and ranges of work. The platforms' headers include this file after their function prefixes.
 #pragma once
 
 namespace jax_ep {
@@ -12,8 +11,8 @@ struct Part {
   JAX_EP_CONSTANT_FN bool empty() const { return count == 0; }
 };
 
-// The part of a coop among all senders, which are the first `senders` coops of each CTA. Neighbouring parts are in
-// different CTAs, so that few rows use all CTAs.
+// The part of a coop among all senders: the first `senders` coops of each CTA. Adjacent parts are in different CTAs, so
+// that a few rows use all CTAs.
 JAX_EP_CONSTANT_FN Part sender_part(int cta, int ctas, int coop, int senders) {
   return coop < senders ? Part{coop * ctas + cta, ctas * senders} : Part{};
 }
@@ -25,7 +24,7 @@ JAX_EP_CONSTANT_FN Part receiver_part(int cta, int ctas, int coop, int coops, in
   return coop >= first ? Part{(coop - first) * ctas + cta, ctas * receivers} : Part{};
 }
 
-// Which track of its CTA's timeline a coop writes. Only the first sender and the first receiver have a track.
+// Which track of its CTA's timeline a coop writes: only the first sender and the first receiver have one.
 enum class TrackRole : int { sender, receiver, none };
 
 JAX_EP_CONSTANT_FN TrackRole track_of(int coop, int senders) {
@@ -36,17 +35,16 @@ struct Range {
   int begin, end;
 };
 
-// The contiguous range of `items` that part `index` of `count` takes.
+// The contiguous range of `items` in part `index` of `count`.
 JAX_EP_FN Range part_of(int items, int index, int count) {
   return {static_cast<int>(int64_t{items} * index / count), static_cast<int>(int64_t{items} * (index + 1) / count)};
 }
 
-// What Coop::match() returns: how many lanes have the same value as this one, before it and in all.
+// How many lanes have the same value as this one: lanes before it, and all (Coop::match).
 struct Match {
   int below, total;
 };
 
-// The most coops of a CTA, on any platform.
 constexpr int kMaxCtaCoops = 8;
 
 }  // namespace jax_ep

@@ -7,8 +7,8 @@
 namespace jax_ep {
 
 // Waits up to `patience_ns` for the item's own coop to claim the item, then claims it. Returns whether this call has
-// claimed it. One lane calls. Arguments go by value: this call is not inlined, and references would force the caller's
-// variables into memory.
+// claimed it. One lane calls. Not inlined, so arguments are values: references would force the caller's variables into
+// memory.
 JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_ns) {
   const uint64_t since = clock_ns();
   for (unsigned tries = 0; load_relaxed(claimed) != epoch; ++tries) {
@@ -19,13 +19,13 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 }
 
 // Hands out items by ticket, so that fast coops take more of them and coops that have not begun take none. A coop makes
-// one PushItems for an op; the constructor draws its first ticket. All lanes call together. next() may be called again
-// after it has returned -1. A ticket is for `per_ticket` neighbouring items, of which next() returns the first.
+// one PushItems per op. All lanes call together. next() may be called again after it has returned -1. A ticket is for
+// `per_ticket` neighbouring items, of which next() returns the first.
 //
-// `own_first` (senders only): sender i starts with item i, which the constructor claims, and draws tickets from then
-// on. So a small op does not wait for the first ticket. When next() has returned -1 and all items are
-// announced, the sender calls next_stolen(), which returns items of senders that have not begun, until it returns -1.
-// A sender that claims an item also checks the next item, so every item is handed out if one sender runs.
+// `own_first` (senders only): sender i starts with item i, which the constructor claims, and then draws tickets. So a
+// small op does not wait for the first ticket. When next() has returned -1 and all items are announced, the sender
+// calls next_stolen() until that returns -1. It returns items of senders that have not begun. A sender that claims an
+// item also checks the next one, so every item is handed out if one sender runs.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool own_first = false, int per_ticket = 1)
@@ -55,8 +55,8 @@ class PushItems {
     return item < 0 ? Range{0, 0} : Range{item, smaller(item + per_ticket_, items_)};
   }
 
-  // Whether another coop has stolen the item that next() returned. If so, skip the item: its thief puts and announces
-  // it. Call as late as possible, because this waits for the result of an atomic exchange.
+  // Whether another coop has stolen the item that next() returned. If so, skip the item: the other coop puts and
+  // announces it. Call late, because this waits for an atomic exchange.
   JAX_EP_FN bool was_stolen(int item) const {
     return has_own_ && item == op_.coop.sender.index && op_.coop.broadcast(claimed_before_ == op_.epoch);
   }
@@ -74,15 +74,15 @@ class PushItems {
  private:
   Op& op_;
   const int items_, per_ticket_, own_;  // the first `own_` items need no ticket
-  int looked_;                          // the item that was checked last
+  int looked_;                          // checked last
   const bool has_own_;
   bool begun_ = false;
   uint64_t claimed_before_ = 0, issued_ = 0;
   uint64_t patience_ns_ = kJoinNs;
 };
 
-// Calls visit(ticket) for this coop's tickets below `count`, until the op has failed. The next ticket is drawn before
-// visit(), which hides its latency.
+// Calls visit(ticket) for this coop's tickets below `count`, until the op fails. visit() hides the latency of the next
+// ticket.
 template <class Visit>
 JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
   for (uint64_t issued = op.ask_for_ticket(); op.ok();) {
@@ -94,13 +94,12 @@ JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
 }
 
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
-// only after it has started the next ones, so that the link stays busy. All lanes call. Pass rows to after() in any
-// order, and to begun() and skipped() in increasing order until the next finish(). `Chunks` has chunks, chunk() and
+// only after the next ones have started, so that the link stays busy. All lanes call. Rows may be passed to after() in
+// any order, and to begun() and skipped() only in increasing order until finish(). `Chunks` has chunks, chunk() and
 // chunk_of().
 template <class Chunks>
 class Announcer {
  public:
-  // `row_items`: items of a row.
   JAX_EP_FN Announcer(Op& op, const Chunks& chunks, int row_items = 1)
       : op_(op), chunks_(chunks), row_items_(row_items) {}
 
@@ -114,14 +113,13 @@ class Announcer {
     written_ = mover.puts();
   }
 
-  // An item of `row` was begun, which completes the item begun before it.
+  // An item of `row` was begun. This completes the item begun before it.
   template <class Mover>
   JAX_EP_FN void begun(int row, Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = row;
   }
 
-  // An item of `row` sends nothing. An item that was begun in another chunk is finished first, by mover.finish().
   template <class Mover>
   JAX_EP_FN void skipped(int row, Mover& mover) {
     if (begun_ >= 0 && chunks_.chunk_of(row) != chunk_) {
@@ -132,8 +130,8 @@ class Announcer {
     after(row, mover);
   }
 
-  // Announces all items so far. If there are no items at all, every sender announces all chunks, because it may be the
-  // only sender that runs.
+  // Announces all items. If the op has no items, every sender announces all chunks, because it may be the only one that
+  // runs.
   template <class Mover>
   JAX_EP_FN void finish(Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);

@@ -1,4 +1,4 @@
-// What an op tells the host: failures, and its record in the flight recorder. Functions for failures are not inlined.
+// An op's reports to the host: failures, and its record in the flight recorder.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace jax_ep {
 
-// Leaves a report for the host, unless this op or a later one has left one. The host may read meanwhile: the epoch is
-// zero until the rest is written, and words arrive in the order of their stores.
+// Leaves a report for the host, unless this op or a later one has left one. The host may read at any time: the epoch is
+// zero until the rest is written, in the order of the stores.
 JAX_EP_COLD_FN void leave_report(SignalPad* signal_pad, Report* to, Report what) {
   const uint64_t before = load_relaxed(&signal_pad->reported);
   if (before >= what.epoch || !compare_exchange(&signal_pad->reported, before, what.epoch)) return;
@@ -40,8 +40,8 @@ JAX_EP_COLD_FN void report_failed_wait(SignalPad* signal_pad, Report* to, Status
   if (!aborted) compare_exchange(&signal_pad->abort, uint64_t{0}, static_cast<uint64_t>(what.peer) + 1);
 }
 
-// Writes the record of an op that begins, word by word, as the host may read meanwhile. Inlined, as a call this early
-// would cost the kernel registers.
+// Writes the record of an op that begins, word by word, because the host may read at any time. Inlined, because a call
+// this early would cost the kernel registers.
 JAX_EP_FN void write_record(OpRecord* record, uint64_t epoch, int32_t site, const Signature& signature) {
   constexpr int kWords = sizeof(OpRecord) / sizeof(uint64_t);
   const OpRecord begun{epoch, clock_ns(), 0, 0, static_cast<uint64_t>(site), signature};

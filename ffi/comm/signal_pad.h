@@ -9,22 +9,22 @@
 namespace jax_ep {
 
 constexpr int kMaxRanks = 64;
-constexpr int kMaxFlags = 1024;     // chunks of a source that have a flag each: a matrix has many row blocks
-constexpr int kMailNumbers = 4096;  // of each type in a mailbox: bounds what the ranks of an op tell each other
+constexpr int kMaxFlags = 1024;     // per source: a matrix has many row blocks
+constexpr int kMailNumbers = 4096;  // of each type in a mailbox
 constexpr int kMailBuffers = 5;     // whose addresses a rank posts
 
 enum class OpKind : int32_t;  // kernels/ops.h
 
-// What an op is called with. Ranks that run an op together call it with equal signatures. kernels/signature.h fills one
-// in from the op's spec, and checks that the sizes and options of every spec have room here.
+// The arguments of a call on which its ranks must agree. kernels/signature.h makes it from the op's spec, and checks
+// that every spec has room here.
 constexpr int kSignatureSizes = 12;
 constexpr int kSignatureOptions = 32;
 struct Signature {
   OpKind op;
-  DType dtype, operand_dtype;  // rows, or a product's result; a product's operands
+  DType dtype, operand_dtype;  // of rows or a product's result; of a product's operands
   uint32_t options;            // one bit each
   int64_t sizes[kSignatureSizes];
-  int32_t plan[4];  // of a launch that the ranks must agree on; otherwise zero
+  int32_t plan[4];  // of a launch on which ranks must agree, or zero
 };
 static_assert(std::has_unique_object_representations_v<Signature>, "its bytes are hashed, so it has no padding");
 
@@ -32,44 +32,42 @@ static_assert(std::has_unique_object_representations_v<Signature>, "its bytes ar
 enum class Failure : int32_t { none, capacity, invalid, timeout, peer_lost, mismatch };
 constexpr Failure kFirstFatal = Failure::timeout;
 
-// What a rank reports to the host. The first coop of an op to fail claims the report, and fills it in.
+// A rank's report to the host. The first coop of an op that fails claims it and fills it in.
 struct Report {
   uint64_t epoch;  // of the op that failed, written last
   Failure failure;
   OpKind op;
-  int32_t rank;    // that reports; for `capacity`, the rank that lacks room
+  int32_t rank;    // the reporting rank; for `capacity`, the rank that lacks room
   int32_t peer;    // the other rank that the failure is about, or `rank`
-  int64_t detail;  // of `invalid`: what the op's spec describes (OpDefaults::describe_invalid), or kElsewhere
+  int64_t detail;  // for `invalid`: see OpDefaults::describe_invalid; or kElsewhere
   int64_t expected;
   int64_t seen;
 };
-constexpr int64_t kElsewhere = -1;  // what another rank was called with is invalid
+constexpr int64_t kElsewhere = -1;  // another rank has the invalid argument
 
 // The buffers of a rank that its peers may use in an op.
 struct WindowAddresses {
   void* buffers[kMailBuffers];
 };
 
-// What a source rank leaves at a peer when an op begins: where the peer may write, and what the source will send.
+// A source rank writes this at a peer when an op begins: where the peer may write, and what the source will send.
 struct Mail {
   void* buffers[kMailBuffers];  // as the peer sees them
   int32_t ints[kMailNumbers];   // the op decides what they mean
   float floats[kMailNumbers];
 };
 
-// A barrier among some CTAs of a rank. Each such barrier has words of its own.
 struct alignas(128) BarrierWords {
   uint64_t arrived, released;
 };
 
-// An op in a rank's flight recorder. Op::record_begin() begins it, and the coop that finishes the op ends it. The
-// host may read it at any time, word by word.
+// An op in a rank's flight recorder. The host may read it at any time, word by word.
 enum class Outcome : uint64_t { running, delivered, failed };
 struct OpRecord {
   uint64_t epoch;
   uint64_t begin_ns, end_ns;  // by the device's clock
   uint64_t outcome;
-  uint64_t site;  // of the call: a number of its text
+  uint64_t site;  // number of the call site's text
   Signature signature;
 };
 constexpr int kRecordedOps = 64;
@@ -79,27 +77,27 @@ constexpr int kMaxClaims = 2048;
 
 constexpr int kCounters = 64;  // words that CTAs count in: atomics on one word would wait for each other
 
-// A flag holds the stamp of the last op that raised it. A stamp is the op's epoch, with the tag of its signature in the
-// low bits. Epochs only rise, so flags are never reset. A waiter that finds the right epoch with another tag knows that
-// the peer runs another op. `acknowledged` alone holds no stamp but 1: a rank gives up once, as that ends the group.
+// A flag holds the stamp of the last op that raised it: the op's epoch, with the tag of its signature in the low bits.
+// Epochs only rise, so flags are never reset. The right epoch with another tag means that the peer runs another op.
+// Only `acknowledged` holds no stamp: it becomes 1 when the rank gives up, which ends the group.
 constexpr int kTagBits = 24;
 
-// All ops' flags live in this one struct because other processes map it: its layout is ABI. Only dispatch uses
-// `mailed`, `laid_out`, `placed`, `first_ctas` and `first_begun`.
+// Other processes map this struct, so its layout is ABI. Only dispatch uses `mailed`, `laid_out`, `placed`,
+// `first_ctas` and `first_begun`.
 struct alignas(128) SignalPad {
-  uint64_t epoch;     // ops finished by this rank
-  uint64_t abort;     // raised by any rank if the group has failed: 1 + the rank that did not answer
-  uint64_t never;     // an abort word that is never raised, for waits that must not be aborted
-  uint64_t reported;  // epoch of the last op that claimed the report
-  uint64_t refused;   // epoch of the last op in which a peer did not send what this rank waits for
-  uint64_t timeline;  // where this rank's `Timeline` is, during a profile; otherwise 0
-  alignas(128) OpRecord ops[kRecordedOps];                     // by epoch
-  alignas(128) uint64_t waited_ns[kMaxRanks];                  // by peer: time of long waits for it
+  uint64_t epoch;                              // ops finished by this rank
+  uint64_t abort;                              // if the group has failed: 1 + the rank that did not answer
+  uint64_t never;                              // an abort word that is never raised
+  uint64_t reported;                           // epoch of the last op that claimed the report
+  uint64_t refused;                            // epoch of the last op in which a peer did not send all rows
+  uint64_t timeline;                           // address of the `Timeline` during a profile, or 0
+  alignas(128) OpRecord ops[kRecordedOps];     // by epoch
+  alignas(128) uint64_t waited_ns[kMaxRanks];  // by peer: time of long waits for it
   alignas(128) uint64_t received_bytes[kCounters][kMaxRanks];  // by CTA and peer: its rows, over all ops
   alignas(128) uint64_t posted[kMaxRanks];                     // by source: its addresses are here
   alignas(128) uint64_t mailed[kMaxRanks];                     // by source: the rest of its mail is here
-  alignas(128) uint64_t laid_out;                              // where the rows of this rank lie is known
-  alignas(128) uint64_t placed[kMaxRanks];                     // by source: where its rows go here is known
+  alignas(128) uint64_t laid_out;                              // the layout of this rank's rows is known
+  alignas(128) uint64_t placed[kMaxRanks];                     // by source: the rows of its tokens here are known
   alignas(128) uint64_t delivered[kMaxRanks][kMaxFlags];  // by source: its rows of a chunk are here, or can be fetched
   alignas(128) uint64_t acknowledged[kMaxRanks];          // by source: it has given up and writes here no more
   BarrierWords first_ctas, all_ctas;                      // barriers among CTAs of this rank
@@ -109,8 +107,7 @@ struct alignas(128) SignalPad {
   alignas(128) uint64_t push_ticket;                      // the next row to push
   alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
   alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
-  // Two mailboxes per source, by the parity of the epoch. So a peer that is one op ahead never overwrites mail that is
-  // still in use.
+  // By the parity of the epoch, so that a peer that is one op ahead does not overwrite mail in use.
   Mail mail[2][kMaxRanks];
 };
 
@@ -125,8 +122,8 @@ JAX_EP_FN void clear_counts(SignalPad* signal_pad) {
   store_relaxed(&signal_pad->push_ticket, uint64_t{0});
 }
 
-// Handed to every kernel by value. A launch reads its arguments from uncached memory, 64 bytes at a time, so the first
-// 64 bytes hold what all coops need at once.
+// Passed to every kernel by value. A launch reads its arguments from uncached memory, 64 bytes at a time, so the first
+// 64 bytes hold the fields that all coops need first.
 struct Comm {
   int rank;
   int size;
@@ -135,13 +132,12 @@ struct Comm {
   uint64_t timeout_ns;
   Report* report;  // host memory
   SignalPad* own_signal_pad;
-  // The signal pads of all ranks, as this rank sees them. The host asks Group::signal_pad. They are passed by value
-  // because a kernel that loaded some of them from memory took 3 % longer over few tokens (`bench moe --shapes T=128`).
+  // The signal pads of all ranks, as this rank sees them. Loading some of them from memory took 3 % longer for few
+  // tokens (`bench moe --shapes T=128`).
   SignalPad* signal_pads[kMaxRanks];
-  // For each buffer of the mail: by peer, the distance from the address here to the address there. Null if all ranks
-  // are in one process.
+  // By buffer of the mail and peer: the distance from the address here to the address there. Null in one process.
   const int64_t* peer_offsets[kMailBuffers];
-  // Only the flight recorder reads these, so they come last.
+  // Read only by the flight recorder, so last.
   Signature signature;
   int32_t site;
 };

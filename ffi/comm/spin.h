@@ -5,7 +5,7 @@
 
 namespace jax_ep {
 
-enum class Status : int { ok, timeout, aborted, mismatch, failed };  // failed: another lane has reported it
+enum class Status : int { ok, timeout, aborted, mismatch, failed };  // failed: another lane has reported the failure
 
 struct Waited {
   Status status;
@@ -13,16 +13,15 @@ struct Waited {
   uint64_t ns;    // how long the wait took; 0 for a short one
 };
 
-// If this much time passes between two looks at the clock, the waiter itself was suspended, perhaps with all its peers.
+// If this much time passes between two readings of the clock, the waiter was suspended, perhaps with all its peers.
 constexpr uint64_t kStoppedNs = 1'000'000'000;
 
-constexpr unsigned kShortWait = 64;  // looks at the flag before the first look at the clock
+constexpr unsigned kShortWait = 64;  // reads of the flag before the first reading of the clock
 
-// A longer wait, with a deadline.
 JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t began = clock_ns(), looked = began;
   for (unsigned tries = 1;; ++tries) {
-    const uint64_t seen = load_relaxed(flag), lost = load_relaxed(abort_word);  // both on their way at once
+    const uint64_t seen = load_relaxed(flag), lost = load_relaxed(abort_word);  // both loads in flight
     if (seen >= value) return {Status::ok, load_acquire(flag), looked - began};
     if (lost) return {Status::aborted, seen, looked - began};
     if (tries % kShortWait == 0) {
@@ -35,9 +34,9 @@ JAX_EP_COLD_FN Waited spin_long(const uint64_t* flag, uint64_t value, const uint
   }
 }
 
-// Waits until *flag is at least `value`, for at most `timeout_ns` of this waiter's own running time. Polls with relaxed
-// loads, because acquire loads would invalidate the caches of the other coops, and acquires once at the end. That
-// acquire orders later reads. Its value is unused, so no instruction waits for its register.
+// Waits until *flag is at least `value`, for at most `timeout_ns` in which this waiter runs. Polls with relaxed loads,
+// because acquire loads would invalidate the caches of the other coops. One acquire at the end orders later reads. Its
+// value is unused, so no instruction waits for it.
 JAX_EP_FN Waited spin_until(const uint64_t* flag, uint64_t value, const uint64_t* abort_word, uint64_t timeout_ns) {
   uint64_t seen = load_acquire(flag);
   if (seen >= value) return {Status::ok, seen, 0};

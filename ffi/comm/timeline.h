@@ -1,7 +1,7 @@
-// The timeline inside a rank's kernels: when each CTA entered which phase of which op.
+// The timeline of a rank's kernels: when each CTA entered each phase of each op.
 //
 // The first coop of each role in a CTA has a track. Only that coop appends to it, so there are no atomics. A track is a
-// ring that is never reset; the host remembers where a profile began. A phase ends where the next event of its track
+// ring that is never reset: the host knows where a profile began. A phase ends where the next event of its track
 // begins. Without a profile, a phase costs one comparison.
 //
 // Products have a timeline of their own, with one track a CTA (gemm/loop.h). Two products of a device do not overlap.
@@ -36,7 +36,7 @@ enum class Phase : int32_t {
 struct Event {
   uint64_t ns;  // of the device's clock
   // The op's epoch from bit kEpochBit on, its kind from bit kOpBit on, the phase from bit 0 on. A product has no kind,
-  // and the shape of its matrix (gemm/problem.h) in place of an epoch.
+  // and the shape of its matrix (gemm/problem.h) instead of an epoch.
   uint64_t what;
 };
 constexpr int kEpochBit = 16, kOpBit = 8;
@@ -47,20 +47,19 @@ struct alignas(32) Track {
   Event* events;
 };
 
-// The tracks of one rank: one per role of each CTA.
 constexpr int kTrackRoles = static_cast<int>(TrackRole::none);
 struct Timeline {
   uint64_t ctas;  // later CTAs have no tracks
   Track* tracks;
 };
 
-// In host memory. The host increments `asked`, and the device answers with its time.
+// In host memory. The host increments `asked`, and the device writes its time.
 struct ClockRequest {
   uint64_t asked, answered, ns;
   uint64_t cancelled;
 };
 
-// Returns this lane's track, or null: the lane has none, or there is no profile now.
+// This lane's track, or null if the lane has none or there is no profile.
 JAX_EP_FN Track* find_track(const SignalPad* signal_pad, const Coop& coop) {
   if (coop.lane != 0 || !load_relaxed(&signal_pad->timeline)) return nullptr;
   const auto* timeline = reinterpret_cast<const Timeline*>(load_acquire(&signal_pad->timeline));

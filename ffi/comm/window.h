@@ -1,4 +1,4 @@
-// The only way to a peer's memory, except for the flags and addresses that Op writes to the peer's signal pad.
+// Access to a peer's memory. Only Op also writes there: flags and addresses in the peer's signal pad.
 //
 // A window is a buffer that a rank posts when an op begins. A peer may write and read the window after it has seen the
 // post (Op::wait_posted), and until it delivers the last chunk that the rank waits for. Windows are numbered in the
@@ -14,7 +14,7 @@ class Window {
  public:
   JAX_EP_FN Window(const Op& op, int number) : op_(op), number_(number) {}
 
-  // Where the window of `rank`, which has posted, begins. Loads from the mail.
+  // The window of `rank`, which has posted. Loads from the mail.
   JAX_EP_FN T* peer(int rank) const { return static_cast<T*>(op_.mail(op_.comm.rank, rank)->buffers[number_]); }
 
  private:
@@ -22,7 +22,7 @@ class Window {
   const int number_;
 };
 
-// A window for hot loops: each lane keeps the address at one peer, if there are enough lanes. Constructed after
+// A window for hot loops: each lane keeps the address at one peer, if there are enough lanes. Construct it after
 // Op::wait_posted().
 template <class T>
 class LaneWindow {
@@ -58,7 +58,7 @@ class SentMail {
   const Op& op_;
 };
 
-// What the sources have left here. Read it after the wait for their flags.
+// The sources' numbers. Read them after the wait for their flags.
 class ReceivedMail {
  public:
   JAX_EP_FN explicit ReceivedMail(const Op& op) : boxes_(op.mail(op.comm.rank, 0)) {}

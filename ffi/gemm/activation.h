@@ -50,7 +50,6 @@ JAX_EP_FN Pair activate(Pair x) {
   }
 }
 
-// A gated unit of two pairs of values.
 template <Activation kActivation, class Pair>
 JAX_EP_FN Pair gated(Pair gate, Pair up, float limit, float slope) {
   if constexpr (kActivation == Activation::clamped_swiglu) {
@@ -63,7 +62,7 @@ JAX_EP_FN Pair gated(Pair gate, Pair up, float limit, float slope) {
   }
 }
 
-// The same, of 16 bytes of values each.
+// The same for 16 bytes of values.
 template <Activation kActivation, class Pair>
 JAX_EP_FN uint4 gated(uint4 gate, uint4 up, float limit, float slope) {
   Pair* const values = reinterpret_cast<Pair*>(&gate);

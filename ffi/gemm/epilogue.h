@@ -1,14 +1,14 @@
-// Epilogues that store sums as they are. A warp moves its part of a finished tile from accumulators through shared
-// memory to the result.
+// Epilogues that store sums. A warp moves its part of a finished tile from accumulators through shared memory to the
+// result.
 //
 // An epilogue has store() in the form that its main loop calls:
 //   tiles of fixed height   store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
 //   transposed              store<kBlockN>(problem, tile, sums, slab, shared, stored, warp, lane): 64 rows
 //   swapped operands        store(problem, tile, sums, shared, stored, warp, lane): a warpgroup's part of a tile
-//   gated, of float8        store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile
-// The main loop of gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first.
-// `stored` counts what a warp has stored over all of its tiles. Only store() uses and increments it. With swapped
-// operands store() may change the sums.
+// gated, of float8 store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile The main loop of
+// gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first. `stored` counts
+// what a warp has stored over all of its tiles; only store() uses it. With swapped operands store() may change the
+// sums.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -49,7 +49,8 @@ constexpr bool kStoresTiles<Epilogue, Sums, Memory,
                                 std::declval<const Problem&>(), std::declval<const RowTile&>(), std::declval<Sums&>(),
                                 std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> = true;
 
-// 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane / 4 + 8.
+// Stores 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane /
+// 4 + 8.
 template <class Out>
 JAX_EP_FN void columns_to_shared(char* to, const float* d, int lane) {
   const int smem_row = lane & 15, half = lane >> 4;
@@ -58,7 +59,6 @@ JAX_EP_FN void columns_to_shared(char* to, const float* d, int lane) {
     store_matrices(to + swizzled(smem_row, 2 * pair + half), pack(d[0], d[1], Out{}), pack(d[2], d[3], Out{}),
                    pack(d[4], d[5], Out{}), pack(d[6], d[7], Out{}));
 }
-// 16 rows x 32 columns as they are.
 template <>
 JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
   const int smem_row = lane >> 2, vec = (lane & 3) >> 1, byte = (lane & 1) * 8;
@@ -69,7 +69,7 @@ JAX_EP_FN void columns_to_shared<float>(char* to, const float* d, int lane) {
   }
 }
 
-// Stores the first `rows` rows and `vecs` 16-byte vectors of a strip: for edges, where TMA would write too much.
+// Stores the first `rows` rows and `vecs` 16-byte vectors of a strip, at edges, where TMA would write too much.
 JAX_EP_FN void store_rows(char* to, int64_t row_bytes, int rows, int vecs, const char* from, int lane) {
   const int vec = lane & 7;
 #pragma unroll
@@ -83,8 +83,8 @@ JAX_EP_FN void store_rows(char* to, int64_t row_bytes, int rows, int vecs, const
 template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;
 
-// Adds the sums of both CTAs of a cluster, each of which has contracted a part: the CTAs swap halves of the columns,
-// and each adds the half that it stores. Both orders of a sum of two give the same bits.
+// Adds the partial sums of both CTAs of a cluster: the CTAs swap halves of the columns, and each adds the half that it
+// stores. Both orders of a sum of two give the same bits.
 template <int kCount, class Memory>
 JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
                            int warp, int lane) {
@@ -125,8 +125,8 @@ struct StoreTile {
     bias = static_cast<const Out*>(product.bias);
   }
 
-  // Stores a warp's accumulators of strip number `strip` of a tile, 16 rows. The last stores still read `buffers` when
-  // this returns.
+  // Stores a warp's accumulators of strip number `strip` of a tile, 16 rows. The last stores may still read `buffers`
+  // on return.
   template <int kBlockN>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2],
                        char (*buffers)[kOutBytes], int strip, int lane) const {
@@ -148,7 +148,7 @@ struct StoreTile {
       const int col = tile.out_col + piece * kColumns;
       char* const buffer = buffers[piece % kBuffers];
       if (col < problem.n) {
-        if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may go on
+        if (lane == 0) ptx::wait_stores_read<kBuffers - 1>();  // stores of the other buffers may still run
         __syncwarp();
         if (biased) {
           float sums[kColumns / 2];
@@ -167,12 +167,12 @@ struct StoreTile {
         else if (lane == 0)
           store_box(map, {col, row, matrix}, buffer);
       }
-      if (lane == 0) ptx::commit_stores();  // one group a piece, even if empty, as wait_stores_read counts groups
+      if (lane == 0) ptx::commit_stores();  // one group per piece, even if empty: wait_stores_read counts groups
     }
   }
 
  private:
-  // The biases of the columns whose sums a thread has: two of each 8. n is a multiple of 8.
+  // The biases of a thread's columns: two of each 8. n is a multiple of 8.
   template <int kBlockN>
   JAX_EP_FN void read_biases(uint32_t (&biases)[kBlockN / 8], const Problem& problem, const Tile& tile,
                              int lane) const {
@@ -215,8 +215,8 @@ JAX_EP_FN char* pieces_of(Memory& shared, int warpgroup) {
   return shared.out[warpgroup * kWarpgroup][0];
 }
 
-// A warp's 16 columns of 16 rows, rounded and transposed: rows in shared memory are rows of the result. `d` has four
-// values for each 8 rows: two of column lane / 4, two of column lane / 4 + 8.
+// Stores a warp's 16 columns of 16 rows, rounded and transposed: rows in shared memory are rows of the result. `d` has
+// four values for each 8 rows: two of column lane / 4, two of column lane / 4 + 8.
 template <class Out>
 JAX_EP_FN void rows_to_shared(char* to, int smem_row, int column, const float* d, int lane) {
   if constexpr (sizeof(Out) == 2) {
@@ -240,9 +240,9 @@ JAX_EP_FN void piece_to_shared(char* buffer, int column, const float* d, int lan
     rows_to_shared<Out>(buffer, smem_row, column, d + smem_row / 2, lane);
 }
 
-// Stores a warp's part of a piece, which lies at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col`
-// on. `matrix` has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA
-// stores, unless it would write too much; TMA itself stops at the end of the matrix' rows.
+// Stores a warp's part of a piece, at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col` on. `matrix`
+// has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA stores unless
+// it would write too much; it stops at the end of the matrix's rows.
 template <class Out>
 JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {
@@ -258,8 +258,8 @@ JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int
 
 // Stores a warpgroup's 64 columns of a tile of up to kRows rows, from `col` on, rounded to Out, to a matrix as in
 // store_strip. For each piece, the warps write their columns to shared memory, then each warp stores 16 rows. The last
-// stores still read their buffer when this returns. `stored` counts the pieces of all tiles, so that the next tile
-// begins with the buffer that is free first.
+// stores may still read their buffer on return. `stored` counts the pieces of all tiles, so that the next tile begins
+// with the buffer that is free first.
 template <class Out, int kRows, class Memory>
 JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, int col, int col_end,
                              const RowTile& tile, const float (&d)[kRows / 2], Memory& shared, int& stored, int warp,
@@ -273,7 +273,7 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
     if (first >= tile.rows) break;
     const int column = warp % kWarpgroup * 16 - first_column;
     char* const buffer = buffers + stored++ % 2 * kPieceBytes;
-    if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may go on
+    if (lane == 0) ptx::wait_stores_read<1>();  // stores of the other buffer may still run
     ptx::sync_some(1 + warpgroup, kWarpgroup * 32);
     if (column >= 0 && column < kColumns) piece_to_shared<Out>(buffer, column, d + first / 2, lane);
     ptx::shared_proxy_fence();
@@ -285,8 +285,8 @@ JAX_EP_FN void store_columns(const CUtensorMap& map, void* matrix, int columns, 
   }
 }
 
-// The biases of the two columns whose sums a thread has, of a warpgroup's 64 columns, if the operands are swapped. They
-// are read before the sums are made, so that store() does not wait for them.
+// The biases of a thread's two columns if the operands are swapped. They are read before the sums are computed, so that
+// store() does not wait for them.
 struct ColumnBiases {
   float values[2];
   bool any = false;
@@ -320,7 +320,7 @@ struct StoreSwapped {
   const CUtensorMap& map;
   void* out;
   const void* bias;
-  mutable ColumnBiases biases[2];  // of each slab
+  mutable ColumnBiases biases[2];  // one per slab
 
   JAX_EP_FN StoreSwapped(const Maps& maps, const GroupedMatmul& product)
       : map(maps.result), out(product.result), bias(product.bias) {}
@@ -352,7 +352,7 @@ struct StoreSwapped {
   }
 };
 
-// The transposed sums of tiles of fixed height, by groups of the contraction: result[group] is [n, m].
+// Transposed sums of tiles of fixed height, by groups of the contraction: result[group] is [n, m].
 template <class Out>
 struct StoreTransposed {
   static constexpr bool kTransposes = true;

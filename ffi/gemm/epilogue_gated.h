@@ -8,8 +8,9 @@
 
 namespace jax_ep::gemm {
 
-// Gated units of 16-bit operands. One warpgroup has the sums of gate and the other those of up. Both write them to
-// shared memory, rounded. TMA stores them from there if they are kept, and every thread computes 16 bytes of the unit.
+// Gated units of 16-bit operands. One warpgroup has the sums of gate and the other has the sums of up. Both write them
+// to shared memory, rounded. TMA stores them from there if they are kept, and every thread computes 16 bytes of the
+// unit.
 template <class T, Activation kActivation>
 struct StoreGated {
   static_assert(kConsumers == 8 * kPieceRows / 2, "a thread has 16 bytes of each half of a piece");
@@ -20,7 +21,7 @@ struct StoreGated {
 
   JAX_EP_FN StoreGated(const Maps& maps, const GroupedMatmul& product) : maps(maps), product(product) {}
 
-  // With one slab a warpgroup has gate or up; with two it has 64 columns of both.
+  // With one slab a warpgroup has gate or up. With two it has 64 columns of both.
   template <int kSlabs>
   JAX_EP_FN void begin(const Problem& problem, const RowTile& tile, int warp, int lane) const {
     const int warpgroup = warp / kWarpgroup, col = tile.col + (kSlabs == 1 ? 0 : warpgroup * kSlice);
@@ -31,8 +32,8 @@ struct StoreGated {
                         warp, lane);
   }
 
-  // All consumers of a CTA call together. Before they meet, each warp waits until TMA has read its previous piece. So
-  // after the meeting the other buffer is free.
+  // All consumers of a CTA call together. Before the barrier, each warp waits until TMA has read its previous piece. So
+  // after the barrier the other buffer is free.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const RowTile& tile, float (&d)[1][kMaxRows / 2], Memory& shared,
                        int& stored, int warp, int lane) const {
@@ -98,7 +99,7 @@ struct StoreGated {
   }
 
  private:
-  // Stores a warp's 16 rows of its warpgroup's product, which lies in `own`.
+  // Stores a warp's 16 rows of its warpgroup's product in `own`.
   JAX_EP_FN void keep(const Problem& problem, const RowTile& tile, int first, int row_end, const char* own, int warp,
                       int lane) const {
     const int smem_row = warp % kWarpgroup * kOutRows, row = tile.row + first + smem_row;
@@ -116,7 +117,7 @@ struct StoreGated {
 // A tile of float8 has kBlockM rows, in two halves. Each warpgroup has 64 columns of gate and 64 of up.
 constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
 
-// A thread's units of a half: pairs of columns of two rows. Neighbouring lanes have neighbouring pairs.
+// A thread's units of a half: pairs of columns of two rows. Adjacent lanes have adjacent pairs.
 struct GatedPairs {
   static constexpr int kPairs = kSlice / 8;
   __nv_bfloat162 pairs[2][kPairs];
@@ -130,7 +131,7 @@ struct GatedPairs {
                                     __floats2bfloat162_rn(total[up], total[up + 1]));
     }
   }
-  // The bits of the largest magnitude in the warp's columns of a row; NaN counts as the largest. The four lanes of a
+  // The bits of the largest magnitude in the warp's columns of a row. NaN counts as the largest. The four lanes of a
   // row call together.
   JAX_EP_FN uint32_t largest(int row) const {
     uint32_t both = 0;
@@ -152,7 +153,7 @@ struct StoreGatedFloat8 {
   JAX_EP_FN StoreGatedFloat8(const Maps&, const GroupedMatmul& product)
       : values(static_cast<char*>(product.result)), scales(product.result_scales) {}
 
-  // All consumers of a CTA call together. Magnitudes are read and values are written only between the two meetings, so
+  // All consumers of a CTA call together. Magnitudes are read and values are written only between the two barriers, so
   // neither is overwritten while others read.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&halves)[kHalves][kGatedWidth / 2],

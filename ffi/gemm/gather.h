@@ -1,11 +1,11 @@
 // Gathered operands: row i of the operand is row indices[i] of another matrix.
 //
 // TMA cannot gather on Hopper. Two warps copy the rows by cp.async, 16 bytes a lane, into the swizzle that wgmma reads.
-// Each of these warps fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma
-// and announces the stage. The CTAs of a cluster share the other operand by multicast, never the gathered one.
+// Each of them fills one slice of every stage. A third warp waits for the copies, makes them visible to wgmma and
+// announces the stage. The CTAs of a cluster share only the other operand by multicast.
 //
 // Rows past the end of a group are rows of the next group, as with TMA. Their products are not stored. If the
-// contraction is gathered, the consumers zero such rows (multiply.h).
+// contraction is gathered, the consumers zero these rows (multiply.h).
 #pragma once
 
 #include <type_traits>
@@ -27,7 +27,6 @@ constexpr int kRowsAtOnce = 32 / kSwizzleVecs;      // of a warp
 constexpr int kLaneRows = kSlice / kRowsAtOnce;     // of a slice: a lane copies 16 bytes of each
 constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
 
-// The matrix whose rows are gathered.
 struct Gathering {
   const char* matrix;
   int rows, columns;  // columns of 16 bits: two values of float8 are one
@@ -44,7 +43,6 @@ struct Gathering {
   JAX_EP_FN bool is_nan(uint32_t index) const { return index + 1 > static_cast<uint32_t>(rows); }
 };
 
-// The shared memory of a CTA that gathers.
 template <class Base>
 struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;
@@ -66,10 +64,10 @@ struct GatheredMemory : Base {
 
 // Where the 64 rows of a slice begin in the matrix. Each lane has two.
 struct FoundRows {
-  uint32_t rows[2];  // number lane and lane + 32: in vectors from the start of the matrix, or kNoRow
+  uint32_t rows[2];  // rows lane and lane + 32: in vectors from the start of the matrix, or kNoRow
   bool has_nans;     // whether any row of the slice is NaN
 
-  // Starts to load the indices of the rows, from indices[first] on. find() waits for them.
+  // Starts to load the indices from indices[first] on. find() waits for them.
   JAX_EP_FN void read(const Gathering& from, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -83,7 +81,7 @@ struct FoundRows {
     for (uint32_t& row : rows) row = row < static_cast<uint32_t>(from.rows) ? row * (from.columns / 8) : kNoRow;
   }
 
-  // Hands the rows to the gathering warps, through shared memory, for `stage`.
+  // Passes the rows of `stage` to the gathering warps, through shared memory.
   template <class Memory>
   JAX_EP_FN void put(Memory& shared, int stage, int lane) const {
     uint32_t* const to = reinterpret_cast<uint32_t*>(shared.rows[stage]);
@@ -98,7 +96,7 @@ struct FoundRows {
   }
 };
 
-// The rows of which a lane copies 16 bytes: row lane / 8 of a slice and every fourth row after it.
+// A lane copies 16 bytes of these rows: row lane / 8 of a slice and every fourth row after it.
 struct LaneRows {
   uint32_t rows[kLaneRows];
   bool has_nans;
@@ -119,8 +117,8 @@ struct LaneRows {
     }
   }
 
-  // Copies 64 columns from `column` on, of the first `count` rows, a multiple of 16. Columns past the last become
-  // zeros. Row i is row indices[first + i] of the matrix.
+  // Copies 64 columns from `column` on of the first `count` rows, a multiple of 16. Columns past the last become zeros.
+  // Row i is row indices[first + i] of the matrix.
   JAX_EP_FN void copy(char* to, const Gathering& from, int first, int count, int column, int lane) const {
     const int vec = lane % kSwizzleVecs, at = column + vec * 8;
     const char* const columns = from.matrix + int64_t{at} * 2;
@@ -143,7 +141,7 @@ struct LaneRows {
     copy_vector<kOffset + kTwo>(even, columns, rows[kFirst + 2], outside || rows[kFirst + 2] == kNoRow);
     copy_vector<kOffset + kTwo>(odd, columns, rows[kFirst + 3], outside || rows[kFirst + 3] == kNoRow);
   }
-  // Waits for the copies, which wrote zeros into rows of NaN, and overwrites these zeros.
+  // Waits for the copies, which wrote zeros into rows of NaN, and overwrites the zeros.
   JAX_EP_FN static void put_nans(char* to, const Gathering& from, int first, int count, int lane) {
     wait_copies();
 #pragma unroll 1
@@ -198,7 +196,7 @@ JAX_EP_FN void announce_stage(Memory& shared, const PipelineState<Memory::kStage
   if (lane == 0) ptx::arrive(&shared.full[at.stage]);
 }
 
-// The announcing warp if rows are gathered. In the cluster's first CTA it also takes tiles off the queue.
+// The announcing warp if rows are gathered. In the cluster's first CTA it also draws tiles from the queue.
 template <class Mainloop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                               Part cta) {
@@ -232,15 +230,15 @@ class ContractionSteps {
   int k_;
 };
 
-// The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead. If the gathering
-// warps loaded indices, they would wait for their own copies first.
+// The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead, because loads of the
+// gathering warps would wait for their own copies.
 template <class Mainloop, class Memory>
 __device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                      Part cta) {
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
   ContractionSteps steps(Mainloop::tiles(shared, problem, cta));
-  int ahead = 0;  // steps with rows found and not yet announced
+  int ahead = 0;  // steps whose rows are found and not announced
   for (FoundRows found; ahead < Memory::kStages; ++ahead) {
     const int k = steps.next();
     if (k < 0) break;

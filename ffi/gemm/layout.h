@@ -1,5 +1,6 @@
-// How tiles lie in shared memory. Operands come in slices of 64 x 64 16-bit values: 64 rows of 128 bytes. Eight rows
-// form an atom. TMA permutes the 16-byte vectors of an atom (the "128-byte swizzle"), and wgmma permutes them back.
+// The layout of tiles in shared memory. A slice of an operand has 64 x 64 16-bit values: 64 rows of 128 bytes. Eight
+// rows form an atom. TMA permutes the 16-byte vectors of an atom (the "128-byte swizzle"), and wgmma permutes them
+// back.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@ constexpr int kSwizzleBytes = 128;  // of a row in shared memory
 constexpr int kAtomBytes = 8 * kSwizzleBytes;
 constexpr int kSliceBytes = kSlice * kSwizzleBytes;
 constexpr int kSlicesA = kBlockM / kSlice;
-constexpr int kMultiplyK = 16;  // what one wgmma contracts
+constexpr int kMultiplyK = 16;  // contracted by one wgmma
 
 constexpr int kConsumerWarps = 8;
 constexpr int kWarpgroup = 4;  // warps
@@ -22,16 +23,16 @@ constexpr int kConsumers = kConsumerWarps * 32;
 constexpr int kThreads = kConsumers + 128;
 constexpr int kAuxWarps = 3;  // of the producer's warpgroup, whose first warp is the producer
 constexpr int kFirstAuxWarp = kConsumerWarps + 1;
-constexpr int kOutRows = 16;  // of a warp, stored at once, kSwizzleBytes of each
+constexpr int kOutRows = 16;  // that a warp stores at once, kSwizzleBytes of each
 constexpr int kOutBytes = kOutRows * kSwizzleBytes;
 
-// Shared memory of a CTA: what sm_90 gives, less two buffers for each warp to store through, less the barriers. Stages
-// fill the rest. A third buffer, in tiles of 192 columns, fits into what their stages leave over.
+// Shared memory of a CTA on sm_90. Two buffers per warp for stores, and the barriers, come off; stages fill the rest.
+// In tiles of 192 columns the stages leave room for a third buffer.
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kStageMemory = kSharedBytes - kConsumerWarps * 2 * kOutBytes - 1024;
 
-// In a tile of 256 columns each warpgroup has 64 of the rows (CUTLASS: cooperative). In narrower tiles the warpgroups
-// take tiles in turns, so that one stores while the other multiplies (ping-pong).
+// In a tile of 256 columns each warpgroup has 64 rows (CUTLASS: cooperative). In narrower tiles the warpgroups take
+// tiles in turns, so that one stores while the other multiplies (ping-pong).
 JAX_EP_CONSTANT_FN bool is_ping_pong(int block_n) { return block_n < 256; }
 template <int kBlockN>
 constexpr int kRowSlabs = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows each, which a warpgroup multiplies
@@ -52,19 +53,18 @@ JAX_EP_FN Storing storing(int block_n, int tile) {
   return {tile % 2 * kWarpgroup, kWarpgroup, static_cast<uint32_t>(tile) / 2 + 1};
 }
 
-// Whether a tile at the edge of the result or of a group multiplies only the 64 rows, or the columns in steps of 64,
-// that it has.
+// Whether a tile at an edge multiplies only the 64 rows, or the columns in steps of 64, that it has.
 template <int kBlockN>
 constexpr bool kHasEdges = kBlockN == 192;
 
-// The number of buffers through which a warp stores a tile, in pieces of kSwizzleBytes of columns. Pieces take the
-// buffers in turn, so the pieces of a tile must be a multiple of this number.
+// Buffers through which a warp stores a tile, in pieces of kSwizzleBytes of columns. Pieces take the buffers in turn,
+// so the number of pieces must be a multiple of this.
 template <int kBlockN>
 constexpr int kOutBuffers = kBlockN == 192 ? 3 : 2;
 
 struct Nothing {};
 
-// `Aux`: what the aux warps keep in shared memory. It costs stages.
+// `Aux`: shared memory of the aux warps. It costs stages.
 template <int kBlockN, class Aux = Nothing>
 struct Shared {
   static constexpr int kSlices = kSlicesA + kBlockN / kSlice;
@@ -80,11 +80,11 @@ struct Shared {
   Aux aux;
 };
 
-// Where a 16-byte vector of a row in shared memory lies.
+// The offset of a 16-byte vector of a row in shared memory.
 JAX_EP_FN int swizzled(int smem_row, int vec) { return smem_row * kSwizzleBytes + ((vec ^ (smem_row & 7)) << 4); }
 
-// The word that tells wgmma where an operand lies: an address and strides, each in units of 16 bytes and 14 bits wide.
-// In a cluster, a shared address has the number of the CTA in its upper bits, which must not reach the strides.
+// The descriptor of an operand for wgmma: an address and strides, each in units of 16 bytes and 14 bits wide. In a
+// cluster, a shared address has the number of the CTA in its upper bits, which must not reach the strides.
 JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes, uint64_t stride_bytes) {
   constexpr uint64_t kField = (1 << 14) - 1, kSwizzle128 = 1;
   return kSwizzle128 << 62 | (stride_bytes >> 4 & kField) << 32 | (leading_bytes >> 4 & kField) << 16 |
@@ -93,14 +93,13 @@ JAX_EP_CONSTANT_FN uint64_t descriptor(uint32_t address, uint64_t leading_bytes,
 static_assert(descriptor(0x01000400, 8192, 1024) == descriptor(0x400, 8192, 1024),
               "the number of a CTA must not reach the strides");
 
-// The descriptor of an operand whose first slice starts at `slice`. kMn: the operand is contiguous along its rows (m or
-// n), not along the contraction; then the two strides lead to the next slice and the next atom.
+// The descriptor of an operand whose first slice starts at `slice`. kMn: the operand is contiguous along m or n, not
+// along the contraction. Then the two strides lead to the next slice and the next atom.
 template <bool kMn>
 JAX_EP_FN uint64_t descriptor_of(const char* slice) {
   return descriptor(ptx::shared_address(slice), kMn ? kSliceBytes : 16, kAtomBytes);
 }
 
-// What a descriptor grows by from one step of the contraction to the next.
 template <bool kMn>
 constexpr uint64_t kDescriptorStep = (kMn ? kMultiplyK * kSwizzleBytes : kMultiplyK * 2) >> 4;
 

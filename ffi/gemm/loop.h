@@ -1,6 +1,6 @@
 // The persistent kernel of every product. A CTA has two consumer warpgroups, which multiply and store tiles, a producer
-// warp, which loads their operands stage by stage, and three aux warps. It stays for all of its tiles, so the loads of
-// the next tile run while the last one is stored.
+// warp, which loads their operands stage by stage, and three aux warps. The loads of the next tile run while the last
+// one is stored.
 //
 // A kernel is a Mainloop and an Epilogue. A Mainloop has these types and constants
 //   Source            where the operands come from (source.h)
@@ -21,9 +21,8 @@
 // An Epilogue has store(), in the form that the Mainloop calls (epilogue.h), and may have begin() (kBegins).
 // Sources and epilogues of grouped_matmul_kernel are constructed from (maps, product).
 //
-// Mainloops: multiply.h (tiles of fixed height), multiply_swapped.h, multiply_gathered.h, multiply_float8.h,
-// multiply_gated_float8.h. Epilogues: epilogue.h, epilogue_gated.h.
-// runtime/cuda/grouped_matmul_*.cu list the kernels that are compiled.
+// Mainloops: multiply.h (tiles of fixed height) and multiply_*.h. Epilogues: epilogue.h, epilogue_gated.h.
+// runtime/cuda/grouped_matmul_*.cu list the compiled kernels.
 #pragma once
 
 #include <type_traits>
@@ -54,17 +53,16 @@ struct NoHooks {
   JAX_EP_FN void after_last(const Tile&, int /*tiles*/, int /*warp*/) const {}
 };
 
-// Where the timeline of this device's products is, during a profile; otherwise null. Each file of kernels has its own
-// word. It is in constant memory, because a test of that takes no register and waits for no load from global memory.
+// The timeline of this device's products during a profile, or null. Each file of kernels has its own word. It is in
+// constant memory, because a test of that takes no register and waits for no load from global memory.
 static __constant__ const Timeline* product_timeline;
 
-// Notes in the timeline that the first warp of this CTA begins `phase`: a tile, or none. The other warps do nothing,
-// and neither do products of a collective: some of their kernels would spill more (matmul_exchange.cu, in float16).
+// Records in the timeline that the first warp of this CTA begins `phase`: a tile, or none. Products of a collective do
+// nothing, because some of their kernels would spill more (matmul_exchange.cu, in float16).
 template <class Hooks>
 JAX_EP_FN void enter(const Problem& problem, Phase phase, int warp) {
   if (!std::is_same_v<Hooks, NoHooks> || warp != 0 || !product_timeline) return;
-  // The host may end the profile just now, and a compiler reads constant memory as often as it likes. A shuffle keeps
-  // one value.
+  // The host may end the profile now, and the compiler may read constant memory twice. A shuffle keeps one value.
   const auto address = __shfl_sync(~0u, reinterpret_cast<uint64_t>(product_timeline), 0);
   const auto* const timeline = reinterpret_cast<const Timeline*>(address);
   if (threadIdx.x == 0 && timeline && blockIdx.x < timeline->ctas)
@@ -74,7 +72,7 @@ JAX_EP_FN void enter(const Problem& problem, Phase phase, int warp) {
 
 JAX_EP_FN Part this_cta() { return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)}; }
 
-// How many stages a tile's operands fill. TMA pads the last stage of each term with zeros.
+// The number of stages of a tile. TMA pads the last stage of each term with zeros.
 template <class Source, class Tile>
 JAX_EP_FN int stages_of(const Tile& tile) {
   return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), Source::stage_k(tile));
@@ -98,8 +96,7 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
   producer_tail(shared, at);
 }
 
-// Whether an epilogue has begin(), which runs before a tile with swapped operands is multiplied: it reads what store()
-// needs besides the sums.
+// Whether an epilogue has begin(), which reads operands of store() before a tile with swapped operands is multiplied.
 template <class Epilogue, class Mainloop, class = void>
 constexpr bool kBegins = false;
 template <class Epilogue, class Mainloop>
@@ -137,10 +134,10 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
       __syncwarp();
     }
     hooks.after_tile(tile, warp);
-    enter<Hooks>(problem, Phase::multiply, warp);  // perhaps there is no other tile: the reader sees it (profiler.cc)
+    enter<Hooks>(problem, Phase::multiply, warp);  // if there is no other tile, profiler.cc ignores this
   }
   hooks.after_last(tile, taken, warp);
-  if (lane == 0) ptx::wait_stores_written<0>();  // before the CTA and its shared memory end
+  if (lane == 0) ptx::wait_stores_written<0>();  // before the CTA ends
   enter<Hooks>(problem, Phase::none, warp);
 }
 
@@ -187,8 +184,8 @@ JAX_EP_FN void run_matmul(char* memory, const typename Mainloop::Source& source,
   Mainloop::close();
 }
 
-// The maps are a parameter of their own. TMA takes their addresses, so the compiler would load again and again whatever
-// is in the same struct.
+// The maps are a separate parameter: TMA takes their addresses, so the compiler would reload everything in the same
+// struct.
 template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     grouped_matmul_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,

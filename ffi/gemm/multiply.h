@@ -1,5 +1,4 @@
-// Tiles of fixed height, of 16-bit operands in every storage order. In tiles of 256 columns the warpgroups are
-// cooperative: each has half of the rows. In narrower tiles they ping-pong: one stores while the other multiplies.
+// Tiles of fixed height, of 16-bit operands in every storage order.
 #pragma once
 
 #include "comm/platform/ptx/cta.h"
@@ -13,8 +12,8 @@ namespace jax_ep::gemm {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Zeroes rows of a stage inside which the contraction of a group ends: from `valid` up to the end of a multiply. These
-// rows belong to the next group.
+// Zeroes rows of the next group in a stage inside which a group's contraction ends: from `valid` to the end of a
+// multiply.
 template <int kBlockN>
 JAX_EP_FN void zero_rows(char* stage, int valid) {
   constexpr int kThreads = kConsumers / kRowSlabs<kBlockN>, kVecs = kSwizzleBytes / 16;
@@ -29,7 +28,7 @@ JAX_EP_FN void zero_rows(char* stage, int valid) {
   ptx::sync_some(1 + threadIdx.x / kThreads, kThreads);
 }
 
-// One step of a stage, kMultiplyK of the contraction: d += a x b, or d = a x b if it is the first.
+// One step of a stage, kMultiplyK of the contraction: d += a x b, or d = a x b in the first.
 template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kAll, int kCount>
 JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, int step, bool is_first) {
 #pragma unroll
@@ -39,7 +38,7 @@ JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, i
 }
 
 // Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kSlabs. A stage has kBlocks of both
-// operands, one behind the other. Returns the stage that wgmma may still read, or -1.
+// operands, one after the other. Returns the stage that wgmma may still read, or -1.
 template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, int kBlocks = 1,
           class Memory, int kAll, int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
@@ -64,7 +63,7 @@ JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begi
   return running;
 }
 
-// The last stage of a group, if the contraction ends inside the stage: only the steps that are needed, all columns.
+// The last stage of a group, if the contraction ends inside it: only the needed steps, all columns.
 template <class In, int kBlockN, class Memory>
 JAX_EP_FN int multiply_rest(float (&d)[kRowSlabs<kBlockN>][kBlockN / 2], Memory& shared, int valid, bool is_first,
                             PipelineState<Memory::kStages>& at, int first_slice) {
@@ -112,7 +111,7 @@ struct FixedTiles {
   JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Part, int /*aux_warp*/) {}
 };
 
-// kMnA, kMnB: lhs is contiguous along m, rhs is contiguous along n, and not along k.
+// kMnA, kMnB: lhs is contiguous along m, rhs along n, instead of along k.
 template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
 struct TileMainloop : FixedTiles<kBlockN> {
   using Source = SourceOf;
@@ -127,7 +126,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
     return wanted || meets;
   }
 
-  // d = lhs x rhs. At edges only the columns and rows that the tile has, rounded up to 64.
+  // d = lhs x rhs. At edges only the tile's own columns and rows, rounded up to 64.
   template <class Shared>
   JAX_EP_FN static void accumulate(Accumulators& d, Shared& shared, const Source&, const Problem& problem,
                                    const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {

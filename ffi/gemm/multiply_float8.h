@@ -1,9 +1,9 @@
-// Grouped products of float8 rows and matrices: DeepGEMM's recipe. Each CTA has a tile of kBlockM rows; each of the two
-// consumer warpgroups multiplies 64. wgmma sums over a block, 128 values of the contraction. Then the sum is multiplied
-// by the scale of the row and the scale of the 128 x 128 weights, and added in float32.
+// Grouped products of float8 rows and matrices, as in DeepGEMM. Each of the two consumer warpgroups multiplies 64 rows
+// of a tile. wgmma sums over a block, 128 values of the contraction. The sum is multiplied by the scale of the row and
+// the scale of the 128 x 128 weights, and added in float32.
 //
-// TMA, the schedule and the producer take two values of float8 for one value of 16 bits. So problem.k and a tile's
-// range count pairs, and a stage is a block.
+// TMA, the schedule and the producer treat two float8 values as one 16-bit value. So problem.k and a tile's range count
+// pairs, and a stage is a block.
 #pragma once
 
 #include "gemm/multiply.h"
@@ -18,8 +18,8 @@ struct BlockScales {
   float rows[2], weights[kBlockN / kSlice];
 };
 
-// Where a thread finds the scales of its part of a tile: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Rows and
-// columns outside the matrices get the scales of the edge. Gathered rows outside are zero or NaN, whatever their scale.
+// The scales of a thread's part of a tile: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Rows and columns
+// outside the matrices get the scales of the edge. Gathered rows outside are zero or NaN with any scale.
 template <int kBlockN, bool kGathers>
 class TileScales {
  public:
@@ -71,7 +71,7 @@ JAX_EP_FN void start_block(float (&d)[kBlockN / 2], Memory& shared, const Pipeli
   commit_multiplies();
 }
 
-// total += d, scaled. Nothing uses the scales earlier, so the multiplies hide their loads.
+// total += d, scaled. This is the first use of the scales, so the multiplies hide their loads.
 template <int kBlockN>
 JAX_EP_FN void add_block(float (&total)[kBlockN / 2], const float (&d)[kBlockN / 2], BlockScales<kBlockN>& scales) {
   settle(scales.rows);

@@ -1,8 +1,8 @@
 // Gated units of float8 operands: the products of multiply_float8.h, twice.
 //
-// A tile has kBlockM rows and one block of 128 columns, of gate and of up. Each of the two consumer warpgroups has all
-// rows and 64 of the columns of gate and of up, so a thread has both products of a value. The largest magnitudes of a
-// row meet in shared memory. While one warpgroup scales its sums, the other multiplies.
+// A tile has kBlockM rows and one block of 128 columns of gate and of up. Each of the two consumer warpgroups has all
+// rows and 64 columns of gate and of up, so a thread has both products of a value. The warpgroups exchange the largest
+// magnitudes of a row in shared memory. While one warpgroup scales its sums, the other multiplies.
 #pragma once
 
 #include "gemm/epilogue_gated.h"
@@ -35,15 +35,14 @@ struct GatedFloat8Memory : Shared<2 * kScaleBlock> {
 };
 static_assert(kBlockM * kSwizzleBytes + sizeof(GatedFloat8Memory::BesideResult) <= sizeof(GatedFloat8Memory::out));
 
-// Where the scales of a tile's columns begin, of gate or of up.
 JAX_EP_FN const float* weight_scales(const GroupedMatmul& x, const Problem& problem, const Tile& tile, int is_up) {
   const int column = smaller(tile.col, problem.n - 1) + (is_up ? x.second_column() : 0);
   const int64_t block = tile.group * (x.columns / kScaleBlock) + column / kScaleBlock;
   return (is_up ? x.second_rhs_scales : x.rhs_scales) + block * (problem.k / kBlockK);
 }
 
-// The aux warps take turns to load the scales of a stage, as one load takes longer than the multiplies of a block.
-// `aux`: which aux warp calls.
+// The aux warps take turns to load the scales of a stage, because one load takes longer than the multiplies of a block.
+// `aux`: the number of the calling warp.
 __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& problem, const GroupedMatmul& product,
                                       Part cta, int aux) {
   constexpr int kRows = kBlockM / 32;  // of a lane
@@ -77,7 +76,7 @@ __device__ inline void produce_scales(GatedFloat8Memory& shared, const Problem& 
 }
 
 // total += a x b of a block, scaled, for a half of a tile's rows and the columns of a warpgroup. `row`: the first row
-// of this warp. Calls done() when nothing reads the stage any more.
+// of this warp. Calls done() when the stage has been read.
 template <class Done>
 JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b, const StageScales& stage, int row,
                         int lane, Done done) {
@@ -94,18 +93,17 @@ JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b,
   settle(d);
   done();
   add_block<kGatedWidth>(total, d, scales);
-  settle(total);  // before the next multiplies begin; otherwise two sums of a block would need registers
+  settle(total);  // before the next multiplies: otherwise two sums of a block need registers
 }
 
-// A warpgroup takes the rows of a tile in two halves: the sums of both halves, and those of one block, fill the
-// registers.
+// A warpgroup takes the rows of a tile in two halves: the sums of both halves and of one block fill the registers.
 struct GatedFloat8Mainloop : FixedTiles<kScaleBlock> {
   using Source = Float8Source<GateAndUpBlocks>;
   template <class Aux>
   using Memory = GatedFloat8Memory;
   using Accumulators = float[kHalves][kGatedWidth / 2];
   static constexpr bool kPingPong = false;
-  static constexpr int kAccumulators = 192, kProducers = 2;  // scales arrive, too
+  static constexpr int kAccumulators = 192, kProducers = 2;  // scales also arrive
 
   JAX_EP_FN static void assist(GatedFloat8Memory& shared, const Source& source, const Problem& problem, Part cta,
                                int aux_warp) {

@@ -2,7 +2,7 @@
 //
 // Rows of 16 bits: the operands are swapped (multiply_swapped.h). Gathered rows cannot be multicast, so the CTAs of a
 // cluster split the rows of a tile pair, and share 256 columns of the weights by multicast. A CTA has up to 128 rows, a
-// warpgroup two slabs of 64 columns. The L2 cache delivers as many bytes as for a product that does not gather.
+// warpgroup two slabs of 64 columns. The L2 cache delivers as many bytes as without a gather.
 //
 // Contractions, and rows of float8: tiles of fixed height (multiply.h, multiply_float8.h). The CTAs of a cluster share
 // the right operand.
@@ -14,8 +14,8 @@
 
 namespace jax_ep::gemm {
 
-// What TMA loads if rows are gathered and operands swapped: the weights. The CTAs of a cluster have the same weights,
-// and each has its own rows.
+// TMA loads the weights if rows are gathered and operands swapped. The CTAs of a cluster have the same weights and
+// different rows.
 template <class WeightsOf>
 struct WideSource {
   using Weights = WeightsOf;
@@ -42,7 +42,7 @@ struct WideSource {
   JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
 };
 
-// What TMA loads in tiles of fixed height: the right operand.
+// TMA loads the right operand in tiles of fixed height.
 template <class Rhs, bool kContraction>
 struct RightSource {
   static constexpr int kTerms = 1, kGatheredSlice = 0;
@@ -75,7 +75,7 @@ struct GatheredRowsMainloop : SwappedMainloop<In, WideSource<Weights>> {
   template <class Aux>
   using Memory = Shared;
   static constexpr bool kGathers = true;
-  static constexpr int kProducers = 2;  // the announcing warp is one
+  static constexpr int kProducers = 2;  // one is the announcing warp
 
   JAX_EP_FN static void open(Shared& shared) {
     if (threadIdx.x != 0) return;

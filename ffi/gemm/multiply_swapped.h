@@ -1,9 +1,9 @@
-// Products whose rows are in groups, with the operands swapped ("swap AB", as DeepGEMM and CUTLASS call it): wgmma
-// takes 64 columns of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile
-// has only the rows that its group has left; tiles of fixed height waste half a tile per group.
+// Products whose rows are in groups, with swapped operands ("swap AB" in DeepGEMM and CUTLASS): wgmma takes 64 columns
+// of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile has only rows of
+// its group. Tiles of fixed height waste half a tile per group.
 //
-// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Tiles differ in height, so clusters take
-// tiles off a queue (tile_queue.h).
+// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Tiles differ in height, so clusters draw
+// them from a queue (tile_queue.h).
 #pragma once
 
 #include "gemm/epilogue.h"
@@ -12,8 +12,8 @@
 
 namespace jax_ep::gemm {
 
-// d = the sums of a warpgroup's columns, 64 in each slab, and `rows` rows, a multiple of kRowStep, at least kRows and
-// at most kMax. Returns the stage that wgmma may still read, or -1.
+// d = the sums of a warpgroup's columns, 64 in each slab, and `rows` rows, a multiple of kRowStep from kRows to kMax.
+// Returns the stage that wgmma may still read, or -1.
 template <class In, int kRows, int kMax, bool kMn, int kSlabs>
 JAX_EP_FN int multiply_swapped(float (&d)[kSlabs][kMax / 2], SwappedMemory& shared, int rows, int k_end,
                                PipelineState<SwappedMemory::kStages>& at, int warpgroup, int lane) {
@@ -28,7 +28,6 @@ JAX_EP_FN int multiply_swapped(float (&d)[kSlabs][kMax / 2], SwappedMemory& shar
   }
 }
 
-// A warpgroup multiplies kSlabs slabs of 64 columns.
 template <class In, class SourceOf>
 struct SwappedMainloop {
   using Source = SourceOf;

@@ -1,5 +1,5 @@
-// The ring of stages: the producer fills stages, and the consumer warps of both CTAs of a cluster release them. Also
-// the turns of warpgroups that ping-pong.
+// The ring of stages, which the producer fills and the consumer warps of both CTAs of a cluster release, and the turns
+// of warpgroups that ping-pong.
 #pragma once
 
 #include "gemm/layout.h"
@@ -45,12 +45,10 @@ JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
   sync_cluster();
 }
 
-// A consumer warp tells the producers of both CTAs that it is done with a stage.
 JAX_EP_FN void consumer_release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
 
-// Consumes `stages` stages without multiplying.
 template <class Memory>
 JAX_EP_FN void consumer_skip(Memory& shared, int stages, PipelineState<Memory::kStages>& at, int lane) {
   for (int i = 0; i < stages; ++i, at.advance()) {
@@ -59,14 +57,14 @@ JAX_EP_FN void consumer_skip(Memory& shared, int stages, PipelineState<Memory::k
   }
 }
 
-// Waits until the peer's consumers have released every stage. After that nobody writes into this CTA's shared memory.
+// Waits until the peer's consumers have released every stage and write no more into this CTA's shared memory.
 template <class Memory>
 JAX_EP_FN void producer_tail(Memory& shared, PipelineState<Memory::kStages>& at) {
   for (int stage = 0; stage < Memory::kStages; ++stage, at.advance())
     wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "the last of both CTAs' consumers");
 }
 
-// Ping-pong: a warpgroup waits for its i-th turn to multiply, and passes the turn when its multiplies are issued.
+// Ping-pong: a warpgroup waits for its turn to multiply, and passes the turn when its multiplies are issued.
 template <bool kPingPong, class Memory>
 JAX_EP_FN void await_turn(Memory& shared, int turn, int warpgroup) {
   if constexpr (kPingPong) wait_barrier(&shared.turn[warpgroup], (turn + 1 + warpgroup) & 1, "a turn");
@@ -76,9 +74,9 @@ JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
 }
 
-// The registers of a thread. All threads start with equally many of the SM's 64 K, in steps of 8. Consumers take what
-// their accumulators need, and the other warps give it: they keep 24, the least that there may be, or more where
-// they gather or run hooks (loop.h) and where consumers need fewer.
+// The registers of a thread. All threads start with an equal share of the SM's 64 K, in steps of 8. The other warps
+// give consumers what their accumulators need. They keep 24, the minimum, or more if they gather or run hooks (loop.h)
+// or consumers need fewer.
 constexpr int kStartRegisters = 64 * 1024 / kThreads / 8 * 8;
 struct Registers {
   int consumer, other;

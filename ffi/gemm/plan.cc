@@ -5,7 +5,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-// Rows of tiles. If m-grouped, the host knows only the total, and counts half a tile more per group.
+// If m-grouped, the host knows only the total, and counts half a tile more per group.
 int tile_rows(const Shape& shape) {
   return ceil_div(shape.m, kBlockM) + (shape.grouping == Grouping::m_grouped ? shape.groups / 2 : 0);
 }
@@ -16,8 +16,7 @@ int tiles_of(const Shape& shape, int block_n) {
 }
 
 // The cost of filling and draining a tile, in columns of multiplies: `load_columns` for the first load (twice if
-// k-grouped), plus `store_columns` for the epilogue if no other warpgroup multiplies meanwhile. The epilogue is spread
-// over the contraction.
+// k-grouped), plus `store_columns` divided by the contraction for the epilogue, if no other warpgroup multiplies then.
 int columns_lost(const Shape& shape, bool stores_alone) {
   const bool k_grouped = shape.grouping == Grouping::k_grouped;
   const int contraction = larger(k_grouped ? shape.k / shape.groups : shape.k, kBlockK);
@@ -25,13 +24,12 @@ int columns_lost(const Shape& shape, bool stores_alone) {
          kH200ProductRates.load_columns * (k_grouped ? 2 : 1);
 }
 
-// The time of all tiles of fixed height, in columns that a tile multiplies: waves times width.
 int cost_of(const Shape& shape, int sms, int block_n) {
   return ceil_div(tiles_of(shape, block_n), sms) * (block_n + columns_lost(shape, block_n == 256));
 }
 
-// The same with swapped operands. Half a step of rows is lost per group. There are no waves, because the cluster that
-// is done first takes the next tile.
+// The same with swapped operands. Half a step of rows is lost per group. There are no waves, because the first free
+// cluster takes the next tile.
 int swapped_tiles(const Shape& shape, int columns) {
   return (ceil_div(shape.m, kMaxRows) + shape.groups / 2) * ceil_div(shape.n, columns * kCluster) * kCluster;
 }
@@ -44,7 +42,7 @@ int swapped_cost(const Shape& shape, int sms) {
 
 Config plan_swapped(const Shape& shape, int sms, int tile_columns) {
   const int pairs = swapped_tiles(shape, tile_columns) / kCluster;
-  // With so few rows every tile takes the time that its weights take to load.
+  // With so few rows the load of the weights bounds every tile.
   const bool is_static = shape.m <= shape.groups * kRowStep;
   return {kMaxRows, kH200ProductRates.band, smaller(pairs, sms / kCluster) * kCluster,
           false,    /*swap_ab=*/true,       is_static};

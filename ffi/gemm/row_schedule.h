@@ -1,7 +1,7 @@
-// Tiles of a product whose rows are in groups. A tile has no more rows than it needs ("swap AB": multiply_swapped.h).
+// Tiles of a product whose rows are in groups, with swapped operands (multiply_swapped.h).
 //
-// A group of many rows is cut into tiles of nearly equal height, in steps of kRowStep, so that less than one step of a
-// group is multiplied in vain. Clusters take tile pairs: two tiles of the same rows, side by side.
+// A group is cut into tiles of nearly equal height, in steps of kRowStep, so that a group wastes less than one step.
+// Clusters take tile pairs: two tiles of the same rows, side by side.
 #pragma once
 
 #include "comm/platform.h"
@@ -10,22 +10,22 @@
 namespace jax_ep::gemm {
 
 constexpr int kRowStep = 16;                // tile heights are multiples of this
-constexpr int kMaxRows = 256;               // of a tile: more sums would not fit into the registers
+constexpr int kMaxRows = 256;               // of a tile: more sums do not fit into the registers
 constexpr int kMaxGathered = kMaxRows / 2;  // of a CTA's tile, if the CTAs of a cluster split the rows
 constexpr int kTileColumns = 128;           // of one matrix of weights; a gated product has 64 of each
 
-// What a CTA computes in one step: out[row.., col..]. The rows before `row_end` belong to the group.
+// One step of a CTA: out[row.., col..]. The rows before `row_end` belong to the group.
 struct alignas(16) RowTile {
   int group;
   int row, row_end;
   int rows;  // to multiply: a multiple of kRowStep
-  int col;   // may lie past the last column
+  int col;   // may be past the last column
   int k_end;
   static constexpr int k_begin = 0;
 };
 
 // Finds tile pairs by number. The pairs of a group have successive numbers. Each lane of a warp holds one of successive
-// groups, so a warp passes over as many empty groups at once as it has lanes.
+// groups, so that a warp skips many empty groups at once.
 class RowTiles {
  public:
   // Tiles have `tile_columns` columns. The tiles of a pair are side by side, or, if `split`, one above the other.
@@ -35,8 +35,8 @@ class RowTiles {
     open(0);
   }
 
-  // Finds the tile of one CTA in a pair. False after the last pair. Successive calls must not pass a smaller `pair`.
-  // All lanes call with the same pair; each may ask for another CTA's tile.
+  // Finds the tile of one CTA in a pair. False after the last pair. `pair` must not decrease between calls, and is
+  // equal on all lanes. Lanes may ask for different CTAs.
   JAX_EP_FN bool find(int pair, int cta_in_cluster, RowTile* tile) {
     uint64_t holders;
     while (!(holders = coop_.ballot(pair < held_.first + tiles_of(held_) * columns_))) {
@@ -57,7 +57,7 @@ class RowTiles {
   JAX_EP_FN static int steps_of(const Group& x) { return ceil_div(x.row_end - x.row, kRowStep); }
   JAX_EP_FN static int tiles_of(const Group& x) { return ceil_div(steps_of(x), kMaxRows / kRowStep); }
 
-  // The rows after the last group count as one more group, without a contraction. Sizes are limited to the rows left.
+  // The rows after the last group are one more group, without a contraction. Sizes are limited to the rows left.
   JAX_EP_FN void open(int group) {
     const int mine = group + coop_.lane, left = problem_.m - next_row_;
     int size = mine < problem_.groups ? smaller(larger(problem_.group_sizes[mine], 0), left) : 0, total;
@@ -72,7 +72,7 @@ class RowTiles {
     next_first_ += total;
   }
 
-  // Walks down the tiles of a band, column by column. If tiles cannot be equal, the first have one step more.
+  // Goes down the tiles of a band, column by column. If tiles cannot be equal, the first have one step more.
   JAX_EP_FN RowTile locate(const Group& x, int group, int pair, int cta_in_cluster) const {
     const int steps_in_all = steps_of(x), tiles = tiles_of(x), i = pair - x.first;
     const int band = i / (problem_.band * columns_), inside = i - band * problem_.band * columns_;
@@ -102,7 +102,7 @@ class RowTiles {
   int columns_;                        // of tile pairs
   int group_;                          // of the first lane
   Group held_{};                       // of this lane
-  int next_row_ = 0, next_first_ = 0;  // behind the last lane's group
+  int next_row_ = 0, next_first_ = 0;  // after the last lane's group
 };
 
 }  // namespace jax_ep::gemm

@@ -1,4 +1,4 @@
-// Which tiles a CTA computes, in which order. Every warp of a CTA works out the same list.
+// The tiles of a CTA, in order. Every warp of a CTA computes the same list.
 //
 // Clusters take tile pairs. The tiles of a pair are on top of each other and share rhs, the larger operand. If a group
 // has an odd number of rows of tiles, pairs of the last row are side by side, so that no tile is wasted.
@@ -8,7 +8,7 @@
 
 namespace jax_ep::gemm {
 
-// Clusters take the tiles of a group, then of the next, round-robin; the groups' sizes are read on the way.
+// Clusters take the tiles of one group after the other, round-robin. Groups' sizes are read on the way.
 class Schedule {
  public:
   JAX_EP_FN Schedule(const Problem& problem, int block_n, Part cta) : problem_(problem), block_n_(block_n) {
@@ -20,7 +20,7 @@ class Schedule {
   }
 
   // False after the last tile. Both CTAs of a cluster get tiles of one group and one range of the contraction. A tile
-  // may lie wholly outside the matrix.
+  // may be outside the matrix.
   JAX_EP_FN bool next(Tile* tile) {
     while (next_ - first_ >= tile_pairs_) {
       if (tile_.group == last_group()) return false;
@@ -34,13 +34,12 @@ class Schedule {
   }
 
  private:
-  // If m-grouped, the rows after the last group count as one more group, without a contraction.
+  // If m-grouped, the rows after the last group are one more group, without a contraction.
   JAX_EP_FN int last_group() const {
     if (problem_.grouping == Grouping::none) return 0;
     return problem_.grouping == Grouping::m_grouped ? problem_.groups : problem_.groups - 1;
   }
 
-  // The rows of a group, limited to those that are left.
   JAX_EP_FN int size_of(int group, int left) const {
     return group < problem_.groups ? smaller(larger(problem_.group_sizes[group], 0), left) : left;
   }
@@ -62,7 +61,7 @@ class Schedule {
     tile_pairs_ = problem_.split_k ? rows_ * columns_ : rows_ / 2 * columns_ + rows_ % 2 * ceil_div(columns_, 2);
   }
 
-  // Walks a band two columns at a time, which hold as many tile pairs as the band has rows.
+  // Goes through a band two columns at a time, which have as many tile pairs as the band has rows.
   JAX_EP_FN void locate(int tile_pair, Tile* tile) const {
     if (problem_.split_k) return locate_split(tile_pair, tile);
     const int band = tile_pair / (problem_.band * columns_), inside = tile_pair - band * problem_.band * columns_;
@@ -78,8 +77,8 @@ class Schedule {
     tile->out_end = tile->col + block_n_;
   }
 
-  // Both CTAs take equally many steps of the contraction, though the last step may lie past the end. Then each stores
-  // half of the columns.
+  // Both CTAs take the same number of steps of the contraction. The last step may be past the end. Each stores half of
+  // the columns.
   JAX_EP_FN void locate_split(int tile_pair, Tile* tile) const {
     *tile = tile_;
     tile->common = Common::tile;
@@ -97,8 +96,8 @@ class Schedule {
     const int pairs = rows_ / 2, lead = problem_.pair_lead, parts = problem_.pair_parts;
     if (i < lead) return (problem_.pair_first + i) % pairs;
     i -= lead;
-    // If pairs are left over, the last parts have one more pair each, as their last: no part begins later than at an
-    // equal division of the rows.
+    // If pairs are left over, the last parts have one more pair each, at their end. So no part begins later than in an
+    // equal division.
     const int each = (pairs - lead) / parts, more = (pairs - lead) % parts, regular = parts - more;
     const int part = i < each * parts ? i % parts : i - each * parts + regular,
               turn = i < each * parts ? i / parts : each;

@@ -1,14 +1,13 @@
-// Where the operands of a tile come from: what the producer warp puts into a stage.
+// Sources load the operands of a tile: the producer warp calls them to fill a stage.
 //
 // A source has
 //   kTerms     the number of pairs of operands whose products add up
 //   stage_k()  how much of a tile's contraction a stage holds: one block of kBlockK, or several
 //   open()     says what of a tile there is to load
-//   load()     all lanes of the warp call it when a stage is empty
-// A block has kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand.
-// Main loops with swapped operands also want Weights, weights and product (multiply_swapped.h), those of float8 want
-// kGathers and product (multiply_float8.h), and those that gather want a gathering source (kIsGatheringSource in
-// gather.h). multiply_gathered.h has the sources of gathered rows.
+// load() all lanes of the warp call it when a stage is empty A block has kSlicesA slices of the operand that wgmma
+// takes as A, then the slices of the other operand. Main loops with swapped operands also need Weights, weights and
+// product (multiply_swapped.h), float8 needs kGathers and product (multiply_float8.h), and gathers need a gathering
+// source (kIsGatheringSource in gather.h).
 #pragma once
 
 #include "gemm/layout.h"
@@ -21,9 +20,9 @@
 
 namespace jax_ep::gemm {
 
-// Loads the first `wanted` slices of an operand. The others are outside the matrix, and TMA would take time to fill
-// them with zeros. If `shared`, each CTA of the cluster loads half of kSlices for both; if kSlices is odd, the CTAs
-// take turns to load the odd slice. `once`: nobody reads the slices again.
+// Loads the first `wanted` slices of an operand. The others are outside the matrix, and TMA would spend time to fill
+// them with zeros. If `shared`, each CTA of the cluster loads half of kSlices for both, and they take turns with an odd
+// slice. `once`: the slices are not read again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int cta_in_cluster, uint64_t* barrier) {
@@ -46,7 +45,7 @@ JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int
 // How many slices of 64 begin before `size`; at most `most`.
 JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
 
-// Where lhs's rows of a tile begin, in the coordinates of `map`, which may cover only a part of the product.
+// The first row of a tile's lhs, in the coordinates of `map`, which may cover only a part of the product.
 struct Rows {
   const CUtensorMap& map;
   int first;
@@ -60,7 +59,7 @@ struct OneMatrix {
   JAX_EP_FN explicit OneMatrix(const CUtensorMap& map) : map(map) {}
   JAX_EP_FN OneMatrix(const Maps& maps, const GroupedMatmul&) : map(maps.rhs) {}
 
-  // How many slices of 64 columns of a tile are loaded. Other widths than 192 load columns outside the matrix as zeros.
+  // The loaded slices of 64 columns. Widths other than 192 load columns outside the matrix as zeros.
   JAX_EP_FN int slices(const Problem& problem, const Tile& tile) const {
     return kHasEdges<kBlockN> ? slices_in(problem.n - tile.col, kBlockN / kSlice) : kBlockN / kSlice;
   }
@@ -72,8 +71,8 @@ struct OneMatrix {
   }
 };
 
-// The right operand of a tile of a gated product in float8: for each warpgroup 64 columns of gate, then 64 of up. If
-// the CTAs of a cluster have the same columns, each loads half for both.
+// The right operand of a gated product in float8: for each warpgroup 64 columns of gate, then 64 of up. If the CTAs of
+// a cluster have the same columns, each loads half for both.
 struct GateAndUpBlocks {
   const CUtensorMap &gate, &up;
   int up_column;
@@ -128,9 +127,9 @@ struct TileSource {
   }
 };
 
-// The weights of a tile whose operands are swapped: a matrix per group, stored [k, n] if kStoredKN. A CTA has 128
-// columns of its own. If kWide, both CTAs of a cluster have the same 256 columns, and each loads half for both. A
-// second term has second_lhs and second_rhs.
+// The weights of a tile with swapped operands: a matrix per group, stored [k, n] if kStoredKN. A CTA has its own 128
+// columns. If kWide, both CTAs of a cluster have the same 256 columns, and each loads half for both. A second term has
+// second_lhs and second_rhs.
 template <bool kStoredKN, bool kIsWide = false, int kPairs = 1>
 struct SwappedMatrix {
   static constexpr bool kMn = kStoredKN, kWide = kIsWide;
@@ -138,7 +137,7 @@ struct SwappedMatrix {
   const Maps& maps;
   const GroupedMatmul& product;
 
-  // How many slices of 64 columns the tile has; a warpgroup multiplies one, or two if kWide.
+  // The slices of 64 columns of the tile. A warpgroup multiplies one, or two if kWide.
   JAX_EP_FN int slices(const Problem& problem, const RowTile& tile) const {
     return slices_in(problem.n - tile.col, kSlices);
   }
@@ -150,7 +149,7 @@ struct SwappedMatrix {
 };
 
 // The weights of a gated product: 64 columns of gate, then the same columns of up, both stored [k, n]. If kWide, each
-// warpgroup has such columns of its own. Otherwise one warpgroup multiplies gate and the other up.
+// warpgroup has its own columns. Otherwise one warpgroup multiplies gate and the other up.
 template <bool kIsWide = false>
 struct SwappedGateAndUp {
   static constexpr bool kMn = true, kWide = kIsWide;
@@ -179,8 +178,8 @@ struct SwappedGateAndUp {
   }
 };
 
-// How much of the contraction a stage holds, if operands are swapped. Tiles of few rows leave room for a second block,
-// so that twice as many bytes of weights are under way.
+// How much of the contraction a stage holds with swapped operands. Tiles of few rows leave room for a second block, so
+// that twice as many bytes of weights are in flight.
 JAX_EP_CONSTANT_FN int stage_k_of(int rows) { return rows <= kSlice ? 2 * kBlockK : kBlockK; }
 
 // Tiles with swapped operands (multiply_swapped.h). The CTAs of a cluster have the same rows: the first CTA loads the

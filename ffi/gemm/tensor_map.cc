@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kBoxBytes = 128;  // of a row
 
-// The driver's encoder, found at run time: machines without a GPU have no driver to link with.
+// The driver's encoder, found at run time, because machines without a GPU have no driver to link with.
 PFN_cuTensorMapEncodeTiled_v12000 find_encoder() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult status{};

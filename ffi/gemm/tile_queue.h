@@ -1,5 +1,5 @@
-// Which tile pairs a cluster takes if tiles differ in height (multiply_swapped.h). The cluster that is done first takes
-// the next pair. If all tiles take equally long, pairs are dealt out in a fixed order.
+// The tile pairs of a cluster if tiles differ in height (multiply_swapped.h). The first free cluster takes the next
+// pair. If all tiles take equally long, the order is fixed.
 #pragma once
 
 #include "gemm/pipeline.h"
@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// The tiles of a CTA that are taken and that some warp of the cluster has yet to begin.
+// Tiles of a CTA that some warp of the cluster has not begun.
 struct TileQueue {
   static constexpr int kAhead = 2;
   RowTile tiles[kAhead];  // with group kNoTile after the last
@@ -23,9 +23,9 @@ JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
   }
 }
 
-// One warp of a cluster takes tile pairs for all warps of both CTAs, and tells each CTA its tile. The first pair has
-// the number of the cluster. The next ones come off `counter`, which begins at 0. Without a counter their numbers are
-// known: each is the last one plus the number of clusters.
+// One warp of a cluster takes tile pairs for all warps of both CTAs, and sends each CTA its tile. The first pair has
+// the number of the cluster. `counter`, which begins at 0, gives the next ones. Without a counter, each is the last one
+// plus the number of clusters.
 class TileTaker {
  public:
   JAX_EP_FN TileTaker(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
@@ -34,8 +34,7 @@ class TileTaker {
         tiles_(problem, tile_columns, split, coop_of(lane_)),
         counter_(counter) {}
 
-  // Waits for a free slot, in which all warps have begun their tile, then takes the next pair. False after the last
-  // pair.
+  // Waits until all warps have begun the tile of a slot, then takes the next pair. False after the last pair.
   JAX_EP_FN bool take() {
     if (!more_) return false;
     wait_barrier(&queue_.empty[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
@@ -69,7 +68,7 @@ class TileTaker {
   PipelineState<TileQueue::kAhead> at_;
 };
 
-// The tiles of a CTA, as each of its warps takes them from the queue. next() returns false after the last.
+// A warp's view of the queue. next() returns false after the last tile.
 class TakenTiles {
  public:
   JAX_EP_FN explicit TakenTiles(TileQueue& queue) : queue_(queue) {}

@@ -1,31 +1,30 @@
 // A GPU as plans see it: its SMs, its shared memory, and the rates of ops.
 //
-// kernels/plan.h and kernels/collective_matmul/plan.h turn a shape and a HardwareModel into a launch. All rates,
-// kH200Rates here and gemm::kH200ProductRates for products alone, were fitted on an H200, and plans use them for every
-// GPU. On another GPU a plan is valid, but may not be the fastest. The comment of a rate names the command that
-// measures it again: kernels_bench, gemm_bench and overlap_bench are built from benchmarks/kernels.
+// All rates, here and in gemm::kH200ProductRates, were fitted on an H200, and plans use them for every GPU. On another
+// GPU a plan is valid, but may not be the fastest. The comment of a rate names the command that measures it.
+// kernels_bench, gemm_bench and overlap_bench are built from benchmarks/kernels.
 #pragma once
 
 namespace jax_ep {
 
-// How many warps of a CTA are senders, in an op of up to `most_ctas` CTAs.
+// The number of sender warps of a CTA, in an op of up to `most_ctas` CTAs.
 struct SenderRule {
-  int most_ctas;              // of the ops to which the rule applies
-  int two_ranks, more_ranks;  // sender warps in a group of two ranks, or of more
+  int most_ctas;
+  int two_ranks, more_ranks;  // by the ranks of the group
 };
 constexpr int kSenderRules = 4;
 
-// Of ops on rows: kernels/plan.cc.
+// Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // kernels_bench 2, kernels_bench 4. The last rule that is set is for any number of CTAs.
+  // kernels_bench 2, kernels_bench 4.
   SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 4, 2}};
   SenderRule dispatch_eager[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};  // of at most kEagerTokens
   SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
   SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 4, 3}};
-  int few_senders = 4;              // of a combine of few tokens, and of their dispatch in float8
+  int few_senders = 4;              // for combine and float8 dispatch of few tokens
   int union_entries_per_cta = 256;  // of sparse_union: bench sparse
-  int union_ctas = 96;              // at the most: bench sparse
+  int union_ctas = 96;              // at most: bench sparse
 };
 
 // Rates of all_gather_matmul: kernels/collective_matmul/plan.cc. Fitted together to overlap_bench sweep 2 and sweep 4.
@@ -33,22 +32,21 @@ struct GatherRates {
   double flops_per_us = 5.9e6;   // of an SM with tiles of 256 columns
   double narrow = 0.93;          // of that rate with 128 columns
   double tile_us = 1;            // to begin and to store a tile
-  double handshake_us = 10;      // until the first rows can be here
+  double handshake_us = 10;      // until the first rows can arrive
   double bytes_per_cta = 2.3e3;  // to each peer, in a microsecond
   double once_us = 7;            // to start and to end the kernel
   int most_leaving = 108;        // CTAs times peers: overlap_bench ctas 2, overlap_bench ctas 4
   int most_pairs = 8;            // of a band: overlap_bench bands 2, overlap_bench bands 4
 };
 
-// Rates of reductions in which some CTAs fetch and sum: kernels/collective_matmul/plan.cc. Fitted together to
-// overlap_bench sweep 2 and sweep 4.
+// Rates of reductions in which some CTAs fetch and sum. Fitted together to overlap_bench sweep 2 and sweep 4.
 struct ReduceRates {
   double flops_per_us = 6.2e6;  // of an SM with tiles of 256 columns
   double narrow = 0.94;         // of that rate with 128 columns
   double tile_us = 2.5;         // to begin and to store a tile
   double round_us = 15;         // from the last tile to the last flag, and to begin
   double bytes_per_us = 300e3;  // of each direction
-  double last_per_us = 230e3;   // bytes that all wait for
+  double last_per_us = 230e3;   // bytes for which all ranks wait
   int most_pushing = 144;       // CTAs times peers: overlap_bench ctas 2, overlap_bench ctas 4
   int most_pairs = 16;          // of a band: overlap_bench bands 2, overlap_bench bands 4
   int least_bands = 8;          // so that the last band moves few bytes: overlap_bench bands 2
@@ -56,12 +54,12 @@ struct ReduceRates {
 
 // Rates of reductions in which two ranks exchange tiles. Fitted together to overlap_bench time 2 and sweep 2.
 struct ExchangeRates {
-  int spare_sms = 2;                            // for other kernels while all CTAs wait for a peer; not measured
-  double most_reduced = 28e6;                   // bytes: pushing more delays the product longer than fetching takes
-  double most_reduce_scattered = 17e6;          // of matmul_reduce_scatter
-  double once_us = 5;                           // to begin, and from the last tile to the last sum
-  double ping_pong_us = 1.5;                    // to begin a tile of 128 columns, while another tile is stored
-  double pushed_per_us = 380e3;                 // bytes
+  int spare_sms = 2;                    // for other kernels while all CTAs wait for a peer; not measured
+  double most_reduced = 28e6;           // bytes: pushing more delays the product by more than the time of a fetch
+  double most_reduce_scattered = 17e6;  // of matmul_reduce_scatter
+  double once_us = 5;                   // to begin, and from the last tile to the last sum
+  double ping_pong_us = 1.5;            // to begin a tile of 128 columns while another is stored
+  double pushed_per_us = 380e3;         // bytes
   double exposed = 0.75, narrow_exposed = 0.5;  // of the time to push tiles of 256 and of 128 columns
 };
 
@@ -83,7 +81,7 @@ struct HardwareModel {
 
 HardwareModel hardware_model(int sms, int shared_bytes, int warp_lanes);
 
-// The model with at most `most` SMs, all of which ops on rows may take.
+// The model with at most `most` SMs. Ops on rows may take all of them.
 HardwareModel limit_sms(HardwareModel model, int most);
 
 }  // namespace jax_ep

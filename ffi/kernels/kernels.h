@@ -1,4 +1,4 @@
-// The kernels of all ops, and the choice of the kernel that runs a call.
+// The kernels of all ops, and the kernel of a call.
 #pragma once
 
 #include <type_traits>
@@ -29,7 +29,7 @@ inline constexpr bool kIsByteWise = false;
 JAX_EP_BYTE_KERNELS(JAX_EP_IS_BYTE_WISE)
 #undef JAX_EP_IS_BYTE_WISE
 
-// Calls run(format, args), where run_kernel<decltype(format)>(comm, args, coop) is the kernel that runs the call.
+// Calls run(format, args), where run_kernel<decltype(format)>(comm, args, coop) is the kernel of the call.
 template <class Args, class Run>
 auto with_kernel(const Args& args, int ranks, Run run) {
   return std::visit(

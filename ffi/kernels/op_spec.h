@@ -1,6 +1,5 @@
-// The specs of ops. A spec is a specialisation of OpSpec for the op's arguments, in args.h of its family. The FFI
-// handler and its checks, the types of results in Python, the workspace, the signature that ranks compare, the launch,
-// the windows of peers, and the results of a failure follow from the spec.
+// The specs of ops. A spec is a specialisation of OpSpec for the op's arguments, in args.h of its family.
+// docs/adding-an-op.md lists what follows from it.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +29,7 @@ auto with_format(DType dtype, Run run) {
   return run(Float16{});
 }
 
-// Byte-wise kernels, which look at no values.
+// For byte-wise kernels, which read no values.
 struct NoFormat {};
 
 // The dtype of a buffer. `any`: the op moves rows of bytes of any dtype.
@@ -43,10 +42,10 @@ inline const char* name_of(Values values) {
 }
 
 enum class Use : uint8_t {
-  operand,  // is only read
+  operand,
   result,
-  updated,  // a result that begins as the operand of the same name, and keeps what no rank overwrites
-  scratch,  // a part of the workspace; nobody reads it after the op
+  updated,  // a result that starts as the operand of the same name
+  scratch,  // a part of the workspace, which nobody reads after the op
 };
 
 struct BufferSpec {
@@ -56,7 +55,7 @@ struct BufferSpec {
   int ndim;          // of `any`: 1
   int64_t sizes[3];  // of `any`: rows, and the bytes of a row
   bool present = true;
-  bool is_window = false;  // peers may use it: its address is in the mail, in the order of the spec
+  bool is_window = false;  // peers may use it; its address is in the mail, in the order of the spec
   bool reached = false;    // whether peers use it in this call
   Undelivered undelivered = Undelivered::nan;
   bool is_replicated = false;  // a result that is the same on all ranks
@@ -136,20 +135,18 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
   return Values::float16;
 }
 
-// What a launch on a GPU depends on: the number of items to send (tokens, entries) or of rows to zero, whichever is
+// The launch on a GPU depends on this: the number of items to send (tokens, entries) or of rows to zero, whichever is
 // larger.
 struct WorkSize {
   int items = 0;
   bool in_float8 = false;  // how rows travel
 };
 
-// Which warps of a CTA are senders: all, or the number that the rates of dispatch or combine say
-// (kernels/hardware_model.h).
+// Sender warps of a CTA: all, or the number from the rates of dispatch or combine (kernels/hardware_model.h).
 enum class Senders : uint8_t { all, by_dispatch_rates, by_combine_rates };
-// How many CTAs a launch has: as many as allowed, at most one for each item, or one for some entries of a union.
+// CTAs of a launch: as many as allowed, at most one per item, or by the entries of a union.
 enum class Ctas : uint8_t { all, one_an_item, by_union_rates };
 
-// How an op on rows is launched on a GPU; kernels/plan.cc adds the rates.
 struct LaunchPolicy {
   Senders senders = Senders::all;
   Ctas ctas = Ctas::all;
@@ -178,7 +175,7 @@ struct OpDefaults {
   static WorkSize work_size(const Args&) {
     return {};
   }
-  // Sets what follows from the settings. `sends_ahead`: on this platform a sparse_reduce pushes parts of sums;
+  // Sets fields that follow from the settings. `sends_ahead`: on this platform a sparse_reduce pushes partial sums;
   // otherwise their owner fetches them.
   template <class Args>
   static void complete(Args&, int, bool) {}
@@ -187,7 +184,7 @@ struct OpDefaults {
   static std::optional<std::string> validate(const Args&, int) {
     return std::nullopt;
   }
-  // What a report of Failure::invalid says, by its `detail`. This is for kElsewhere.
+  // The text of a report of Failure::invalid, by its `detail`. This one is for kElsewhere.
   static std::string describe_invalid(const Report&) { return "the routing of another rank is out of bounds"; }
 };
 
@@ -202,7 +199,6 @@ inline std::string wrong(const std::string& setting, const std::string& must, in
 template <class Args>
 struct OpSpec;
 
-// The kind of a call of an op that has one kind.
 template <class Args, class = decltype(OpSpec<Args>::kKinds)>
 JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
   static_assert(sizeof(OpSpec<Args>::kKinds) == sizeof(KindName), "an op with several kinds overloads kind_of");
@@ -210,8 +206,7 @@ JAX_EP_CONSTANT_FN OpKind kind_of(const Args&) {
   return kind;
 }
 
-// The defaults of a local op. Its spec has no kinds and no launch policy, `ranks` is 1, and errors call it by its
-// FFI target.
+// The defaults of a local op. Its spec has no kinds and no launch policy, `ranks` is 1, and errors name its FFI target.
 struct LocalDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsLocal = std::is_base_of_v<LocalDefaults, OpSpec<Args>>;
@@ -235,16 +230,15 @@ struct CollectiveMatmulDefaults : OpDefaults {};
 template <class Args>
 constexpr bool kIsCollectiveMatmul = std::is_base_of_v<CollectiveMatmulDefaults, OpSpec<Args>>;
 
-// Whether kernels, which count rows in int32 and in steps of all threads of a GPU, can count this many.
+// Whether kernels can count this many rows, in int32 and in steps of all threads of a GPU.
 constexpr const char* kCountable = "2**31 - 2**20";
 constexpr bool is_countable(int64_t count) { return count < (int64_t{1} << 31) - (1 << 20); }
 
-// What is wrong with a row of `hidden` values, whose bytes kernels count in int32.
+// What is wrong with a row of `hidden` values. Kernels count its bytes in int32.
 inline std::optional<std::string> validate_row(int hidden) {
   return hidden < 1 << 28 ? std::nullopt : std::optional(wrong("hidden", "below 2**28", hidden));
 }
 
-// Points a member of an op's arguments at a buffer.
 template <class T>
 void set_pointer(T** member, void* buffer) {
   *member = static_cast<T*>(buffer);
@@ -253,7 +247,7 @@ void set_pointer(T** member, void* buffer) {
 // The parts of a workspace follow each other, aligned as XLA aligns its own buffers.
 constexpr int64_t kWorkspaceAlignment = 256;
 
-// Calls visit(member, offset) for each part of the workspace; returns its bytes.
+// Calls visit(member, offset) for each part of the workspace. Returns its bytes.
 template <class Args, class Visit>
 int64_t for_each_part(const Args& args, int ranks, Visit visit) {
   int64_t end = 0;
@@ -265,8 +259,8 @@ int64_t for_each_part(const Args& args, int ranks, Visit visit) {
   return end;
 }
 
-// In a kernel: the results, for Op::poison and Op::finish. Fills are rare and kernels have no registers to spare, so
-// addresses are computed only for a fill.
+// In a kernel: the results, for Op::poison and Op::finish. Addresses are computed only for a fill, because kernels have
+// no registers to spare.
 template <class Args>
 class Results {
  public:
@@ -294,7 +288,6 @@ class Results {
   const int ranks_;
 };
 
-// In a kernel: the addresses that this rank posts.
 template <class Args>
 JAX_EP_FN WindowAddresses window_addresses(const Args& args, int ranks) {
   WindowAddresses found{};

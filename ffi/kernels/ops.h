@@ -1,5 +1,4 @@
-// Every op by name. To add an op, add it here, in args.h of its family (what it is called with), in a header of its own
-// (what its kernel does), and in kernels.h. Bindings, signatures and launches follow from these lists.
+// Every op by name. Bindings, signatures and launches follow from these lists (docs/adding-an-op.md).
 #pragma once
 
 #include <cstdint>
@@ -21,13 +20,12 @@ enum class OpKind : int32_t {
 }  // namespace jax_ep
 
 // The arguments of the ops that run on the ranks of a group: X(Args). grouped_matmul needs no group, and is in no list.
-// Only Hopper GPUs have its kernels.
 #define JAX_EP_ROW_OPS(X) \
   X(DispatchArgs) X(ScatterArgs) X(CombineArgs) X(RaggedArgs) X(SparseUnionArgs) X(SparseReduceArgs)
 #define JAX_EP_COLLECTIVE_MATMUL_OPS(X) X(MatmulReduceArgs) X(AllGatherMatmulArgs)
 
-// The kernels of the ops on rows; kernel_of() chooses the one that runs a call. Kernels that look at values are
-// compiled for each dtype. Byte-wise kernels only move rows, and are compiled once.
+// The kernels of the ops on rows. kernel_of() chooses one for a call. Kernels that read values are compiled for each
+// dtype. Byte-wise kernels only move rows, and are compiled once.
 #define JAX_EP_VALUE_KERNELS(X) \
   X(Float8DispatchArgs) X(Float8RowsDispatchArgs) X(CombineArgs) X(GroupedCombineArgs) X(SparseReduceArgs)
 #define JAX_EP_BYTE_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

@@ -17,7 +17,6 @@ int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
   return ranks > 2 ? rule->more_ranks : rule->two_ranks;
 }
 
-// How many coops of a CTA are senders.
 int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   const auto& [policy, ranks, work] = shape;
   const bool few_tokens = work.items <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;

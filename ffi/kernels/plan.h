@@ -1,4 +1,4 @@
-// How an op on rows is launched: a pure function of the op's shape and of the device.
+// The launch of an op on rows: a pure function of the op's shape and the device.
 #pragma once
 
 #include <string>
@@ -24,9 +24,9 @@ struct RowShape {
   WorkSize work;
 };
 
-// CTAs are few, because they wait for peers while other kernels need SMs. In each CTA the first warps are senders
-// and push rows to peers. The other warps are receivers and fill the rows that nobody sends. Then all warps,
-// also senders that have nothing left to push, take in the rows that arrive.
+// There are few CTAs, because they wait for peers while other kernels need SMs. In each CTA the first warps are
+// senders, which push rows to peers. The others are receivers, which zero padding. After that all warps unpack arriving
+// rows.
 struct LaunchConfig {
   int ctas;  // a CTA takes a whole SM
   int threads;

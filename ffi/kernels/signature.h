@@ -1,4 +1,4 @@
-// Makes the signature of an op, on which its ranks must agree, from the arguments of this rank; and words for it.
+// Makes the signature of a call, on which its ranks must agree, and its text.
 #pragma once
 
 #include <algorithm>
@@ -45,8 +45,8 @@ constexpr bool fits_signature() {
   return room.sizes <= kSignatureSizes && room.options <= kSignatureOptions;
 }
 
-// Puts the settings of an op into its signature: numbers among the sizes, options as bits. An enum has a bit for each
-// value but the first.
+// Puts the settings of an op into its signature: numbers as sizes, options as bits. An enum has a bit for each value
+// except the first.
 template <class Args>
 struct SignatureOf {
   const Args& args;
@@ -85,7 +85,7 @@ struct SignatureOf {
   }
   void operator()(const char* name, const char*, DType Args::* member) {
     names.has_dtype = true;
-    signature.operand_dtype = args.*member;  // of the operands, which come last
+    signature.operand_dtype = args.*member;  // the dtype of the operands comes last
     if (std::string_view(name) == "dtype") signature.dtype = args.*member;
   }
 };
@@ -104,8 +104,8 @@ Signature signature_of(const Args& args) {
   return signature;
 }
 
-// Two ranks that exchange the tiles of a product take the same tiles in the same order, so they must also agree on the
-// plan. Plans differ between GPUs with different numbers of SMs, and between different max_sms.
+// Two ranks that exchange the tiles of a product must agree on the plan, because they take the same tiles in the same
+// order. Plans differ with the number of SMs and with max_sms.
 inline Signature with_plan(Signature signature, const OverlapConfig& config) {
   if (config.communicating > 0) return signature;  // no exchange
   const int plan[] = {config.ctas(), config.block_n, config.band, config.split_k};
@@ -155,7 +155,7 @@ inline std::string describe_invalid(const Report& report) {
 inline std::string describe(const Signature& signature) {
   const auto dtype_name = [](DType dtype) {
     const bool known = static_cast<std::size_t>(dtype) <= static_cast<std::size_t>(DType::float16);
-    return std::string(known ? name_of(values_of(dtype)) : "?");  // a peer may have been killed while it wrote
+    return std::string(known ? name_of(values_of(dtype)) : "?");  // a peer may die while it writes
   };
   const SignatureNames names = names_of(signature.op);
   std::string text = names.op;

@@ -1,4 +1,4 @@
-"""Routers, what balances experts, and replicas of experts. The layer is `jax_ep.moe_mlp`."""
+"""Routers, balance of experts, and replicas of experts. The layer is `jax_ep.moe_mlp`."""
 
 from jax_ep.nn.balance import LoadStats, balance_loss, balanced_bias, expert_load, load_stats, scalars, z_loss
 from jax_ep.nn.replicas import ReplicaPlan, physical_ids, plan_replicas, replicate

@@ -1,7 +1,7 @@
-"""What keeps experts evenly loaded and logits small: losses, a bias that learns, and counts to look at.
+"""Losses, a learned bias and statistics that keep experts evenly loaded and logits small.
 
-With `axis_name`, a mesh axis or a tuple of them, a function is called inside `jax.shard_map`. Its result is for the
-tokens of all devices along the axis, and is the same on each. Without, it is for the tokens that the function gets.
+With `axis_name`, a mesh axis or a tuple of them, a function is called inside `jax.shard_map`. Its result covers the
+tokens of all devices along the axis, and is the same on each. Without it, the result covers the given tokens.
 """
 
 import math
@@ -35,15 +35,15 @@ def balance_loss(
 ) -> jax.Array:
     """E times the sum over experts of (fraction of the assignments) * (mean probability): 1 when both are even.
 
-    The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable in the logits alone.
-    It is not a mean over tokens: the loss of a whole batch needs `axis_name`. A mean over the losses of ranks asks
-    each rank to be even, and a mean over sequences (`jax.vmap`) each sequence.
+    The auxiliary loss of GShard (2020) and Switch Transformers (2021), for any K. Differentiable only in the logits. It
+    is not a mean over tokens: the loss of a whole batch needs `axis_name`. A mean over the losses of ranks makes each
+    rank even, and a mean over sequences (`jax.vmap`) each sequence.
 
     Args:
       logits: [T, E].
-      expert_ids: [T, K]. Ids outside [0, E) are skipped. A token of which all ids are skipped, as padding, does not
-        count, whatever its logits hold.
-      score: "softmax"; or "sigmoid", whose scores are divided by their sum over the experts (DeepSeek-V3, 2024).
+      expert_ids: [T, K]. Ids outside [0, E) are skipped. A token without other ids, such as padding, does not count,
+        and its logits may be NaN.
+      score: "softmax"; or "sigmoid", with scores divided by their sum over the experts (DeepSeek-V3, 2024).
     """
     op = "balance_loss"
     checks.check_one_of(op, "score", score, Score)
@@ -65,7 +65,7 @@ def z_loss(logits: AnyArray, mask: AnyArray | None = None, *, axis_name: AxisNam
 
     Args:
       logits: [T, E].
-      mask: [T] bool, tokens that count; None: all. The logits of the others may hold anything.
+      mask: [T] bool, the tokens that count, or None for all. Logits of other tokens may be NaN.
     """
     op = "z_loss"
     checks.check_array(op, "logits", logits, "[T, E]", np.floating)
@@ -93,12 +93,12 @@ def balanced_bias(bias: jax.Array, load: AnyArray, *, rate: float | jax.Array = 
 
 
 class LoadStats(NamedTuple):
-    """How evenly experts are loaded. All scalars are float32.
+    """How even the load of experts is. All scalars are float32.
 
     Attributes:
-      max_over_mean: of the assignments per expert; 1 is even. By rank with `ranks`, it bounds how fast a layer can be.
+      max_over_mean: of the assignments per expert; 1 is even. By rank (`ranks`) it limits the speed of a layer.
       idle: the fraction of experts without assignments.
-      entropy: of the fractions per expert, over log(number): 1 is even, 0 means that one has all.
+      entropy: of the fractions per expert, divided by log(number): 1 is even, 0 means that one has all.
     """
 
     max_over_mean: jax.Array
@@ -107,7 +107,7 @@ class LoadStats(NamedTuple):
 
 
 def load_stats(load: AnyArray, *, ranks: int | None = None) -> LoadStats:
-    """How even a load [E] is over the experts; or, with `ranks`, over ranks of E / ranks neighbouring experts each."""
+    """How even a load [E] is over the experts or, with `ranks`, over ranks of E / ranks adjacent experts each."""
     op = "load_stats"
     _check_load(op, load)
     load = load.astype(jnp.float32)
@@ -126,11 +126,11 @@ def load_stats(load: AnyArray, *, ranks: int | None = None) -> LoadStats:
 
 
 def scalars(stats: MoeStats, *, ranks: int | None = None) -> dict[str, jax.Array]:
-    """What a layer counted as scalars by name, for TensorBoard and other logs.
+    """The counts of a layer as scalars by name, for TensorBoard and other logs.
 
     Args:
       stats: of a whole layer, as `jax.shard_map` returns it by `P(axis_name)`.
-      ranks: of the group, for the load by rank; None leaves it out.
+      ranks: of the group, for the load by rank, or None.
 
     Returns:
       "assignments", "dropped" and "invalid" (int32); `LoadStats` as "expert_load/max_over_mean", ".../idle" and
@@ -159,6 +159,6 @@ def _sum(op: str, x: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def _mean(op: str, x: jax.Array, mask: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """The mean of the rows of x [T, ...] where `mask` [T] is set; zero where none is."""
+    """The mean of the rows of x [T, ...] with `mask` [T] set, or zero if there are none."""
     total = jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, 0).sum(axis=0)
     return _sum(op, total, axis_name) / jnp.maximum(_sum(op, mask.sum(dtype=jnp.float32), axis_name), 1)

@@ -1,4 +1,4 @@
-"""The checks of the arguments that `moe_mlp` has and `dispatch` has not."""
+"""Checks of the arguments that only `moe_mlp` has, not `dispatch`."""
 
 import dataclasses
 import logging
@@ -19,10 +19,10 @@ _Expected = tuple[tuple[int, ...], str]  # a shape and its layout
 
 
 def checked_experts(op: str, tokens: jax.Array, experts: Experts, group: Group, *, any_matrices: bool) -> Experts:
-    """`experts` with three biases, each may be None. Differentiating matrices in float8 raises a TypeError.
+    """`experts` with three biases or None. Differentiating matrices in float8 raises a TypeError.
 
     Args:
-      any_matrices: the matrices are pytrees, for a product of the user's.
+      any_matrices: the matrices are pytrees, for a user's product.
     """
     checks.check_array(op, "tokens", tokens, "[T, H]", checks.TOKEN_DTYPES)
     names = _names_of(op, "experts", experts)
@@ -61,7 +61,7 @@ def _check_pytrees(op: str, experts: Experts, names: tuple[str, ...]) -> None:
 
 
 def checked_shared(op: str, tokens: jax.Array, experts: Experts) -> Experts:
-    """`experts`, which are `shared_experts`, with three biases, each may be None."""
+    """`shared_experts` with three biases or None."""
     _names_of(op, "shared_experts", experts)
     _check_matrices(op, "shared_experts", tokens, experts, "")
     return dataclasses.replace(experts, biases=experts.biases or NO_BIASES)
@@ -76,7 +76,7 @@ def _names_of(op: str, of: str, experts: object) -> tuple[str, ...]:
 
 
 def _check_matrices(op: str, of: str, tokens: jax.Array, experts: Experts, lead: str) -> None:
-    """Args: `of`, the argument's name; `lead`, "E / R, " where arrays have the rank's experts as their first axis."""
+    """Args: `of`, the argument's name; `lead`, "E / R, " if arrays have the rank's experts as their first axis."""
     hidden, (name, *_) = tokens.shape[1], experts.first_names
     first = getattr(experts, name)
     for each in (*experts.first_names, "down"):
@@ -141,7 +141,7 @@ def is_in_float8(op: str, precision: object, wire: object, experts: Experts, pro
 
 
 def check_shared_tokens(op: str, shared_tokens: bool, group: Group, wire: object, **operands: Any) -> None:
-    """Also warns, once, if types show that all ranks compute the same tokens without `shared_tokens`.
+    """Also warns once if types show that all ranks compute the same tokens without `shared_tokens`.
 
     Args:
       operands: tokens, expert_ids and weights, which may be None.
@@ -164,7 +164,7 @@ def check_shared_tokens(op: str, shared_tokens: bool, group: Group, wire: object
 
 
 def checked_product(op: str, product: ProductFunction) -> ProductFunction:
-    """`product`, which raises ValueError if its result is no array with the rows of its operand."""
+    """`product`, which raises ValueError unless its result is an array with the rows of its operand."""
 
     def checked(rows: jax.Array, matrix: PyTree, group_sizes: jax.Array) -> jax.Array:
         made = product(rows, matrix, group_sizes)

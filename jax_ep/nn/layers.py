@@ -40,8 +40,8 @@ def moe_mlp(
 
     Call it on every rank, inside `jax.shard_map` over the group's axis, with the matrices of the rank's own experts:
     rank r owns experts [r E/R, (r + 1) E/R). It is differentiable in `tokens`, `weights`, all matrices and biases, and
-    in what the activation closes over. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020; shared
-    experts: DeepSeekMoE, 2024.) The forward pass saves the rows and the products with gate and up, each once, for the
+    in the values that the activation closes over. (Gated MLPs: Shazeer, "GLU Variants Improve Transformer", 2020;
+    shared experts: DeepSeekMoE, 2024.) The forward pass saves the rows and the products with gate and up for the
     backward pass.
 
     Args:
@@ -58,16 +58,16 @@ def moe_mlp(
         [S], [H] in the dtype of `tokens`, the same on all ranks. Concatenate several along S.
       weigh_inputs: multiplies the experts' inputs by the weights, instead of their outputs (as in Llama 4).
       product: a function (rows [C, N], matrix, group_sizes [E / R]) -> [C, N'] that replaces `jax_ep.lax.ragged_dot`,
-        for int8, LoRA, scales per channel. Each matrix of `experts` is then any pytree of arrays whose first axis
-        counts the rank's experts. Rows after the last group are zero, and their products are ignored. In a model that
-        qwix quantizes, the default is qwix' product.
+        for int8, LoRA, scales per channel. Each matrix of `experts` may then be any pytree of arrays whose first axis
+        is that of the rank's experts. Rows after the last group are zero, and their products are ignored. In a model
+        that qwix quantizes, the default is qwix's product.
       shared_tokens: all ranks have the same tokens, ids and weights, for example when they serve one batch. The
-        `in_specs` of these are `P()`, and the `out_specs` of the result may be `P()`, too. Each rank multiplies the
+        `in_specs` of these are `P()`, and the `out_specs` of the result may also be `P()`. Each rank multiplies the
         rows of its own experts, and `jax.lax.psum` adds the sums of the ranks. An even load is then T * K / R rows.
         Excludes `wire`. With check_vma=False, ranks that differ get wrong sums; JAX_EP_DEBUG_CHECKS=1 makes these NaN
-        and raises a `MismatchError`. In the statistics `dropped` counts assignments to this rank's experts; rank 0
-        counts `invalid`.
-      implementation: as for `jax_ep.dispatch`; "xla" also takes `jax.lax.ragged_dot`, and JAX's own derivative.
+        and raises a `MismatchError`. In the statistics `dropped` counts assignments to this rank's experts, and only
+        rank 0 counts `invalid`.
+      implementation: as for `jax_ep.dispatch`. "xla" also uses `jax.lax.ragged_dot`, and JAX's own derivative.
 
     | `precision` | `wire` | rows to the experts | products | matrices | gradients of matrices |
     |---|---|---|---|---|---|
@@ -76,7 +76,7 @@ def moe_mlp(
     | "float8" | either | in float8 | in float8 | arrays, quantized in every call | yes |
     | "float8" | either | in float8 | in float8 | `Float8Weights` | no |
 
-    Gradients pass straight through the rounding. Rows come back, and shared experts are computed, in the dtype of
+    Gradients pass straight through the rounding. Outputs travel, and shared experts are computed, in the dtype of
     `tokens`.
 
     Returns:

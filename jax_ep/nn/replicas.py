@@ -1,12 +1,12 @@
-"""Replicas of busy experts: a plan, made of loads on the host; ids and matrices that follow the plan.
+"""Replicas of busy experts: a plan, made on the host from loads, and the ids and matrices of the plan.
 
     plan = plan_replicas(load, num_ranks=8, num_slots=288)
     slots = physical_ids(expert_ids, plan)  # in jax.shard_map, as all that follows
     out, stats = moe_mlp(tokens, slots, weights, replicate(experts, plan, group=group), group=group)
 
-A plan is numpy: make one from time to time, and hand it to a jitted function as an argument. Plans of equal numbers of
-experts and slots have one shape, so a new plan compiles nothing. Only the layer sees slots: parameters, optimizers and
-checkpoints hold experts.
+A plan is numpy: make one from time to time, and pass it to a jitted function as an argument. Plans with the same
+numbers of experts and slots have one shape, so a new plan does not compile again. Only the layer sees slots:
+parameters, optimizers and checkpoints hold experts.
 """
 
 import itertools
@@ -26,13 +26,13 @@ from jax_ep.group import Group, check_group
 from jax_ep.ops.ragged.api import ragged_all_to_all
 
 Tree = TypeVar("Tree")
-SLACK = 1.05  # times the mean load: the most that a rank may have in order to keep a matrix
+SLACK = 1.05  # times the mean load: the most load of a rank that keeps a matrix
 
 
 class ReplicaPlan(NamedTuple):
-    """Where replicas of experts are. Rank r of R owns the slots [r S/R, (r + 1) S/R).
+    """The slots of experts' replicas. Rank r of R owns the slots [r S/R, (r + 1) S/R).
 
-    A plan of several layers has them as a leading axis, for `jax.lax.scan`, or `jax.tree.map(lambda x: x[i], plan)`.
+    In a plan of several layers these are a leading axis, for `jax.lax.scan`, or `jax.tree.map(lambda x: x[i], plan)`.
 
     Attributes:
       experts: [S] int32, the expert of each slot.
@@ -56,17 +56,17 @@ def plan_replicas(
 ) -> ReplicaPlan:
     """A greedy plan (after EPLB of DeepSeek, 2025). Every process makes the same plan from the same arguments.
 
-    First every expert has one replica. Each further slot goes to the expert whose replicas are busiest; of equally busy
-    ones, to the expert with the fewest. Then replicas are packed, the busiest first, each into the least busy rank with
+    First every expert has one replica. Each further slot goes to the expert with the busiest replicas, or among equal
+    ones to the expert with the fewest. Then replicas are packed, the busiest first, each into the least busy rank with
     a free slot, preferably a rank without that expert.
 
     Args:
       load: [E] or [layers, E] assignments of each expert, of all ranks: a past mean.
       num_slots: S, at least E and a multiple of `num_ranks`.
-      num_nodes: nodes of neighbouring ranks, each with all replicas of its experts: groups are packed into nodes first.
-      groups: of neighbouring experts, as for `sigmoid_top_k`: a group is on one node. Default: E.
-      previous: an earlier plan, which the new one resembles. A replica goes to a rank that had its expert if the rank
-        then has at most 1.05 times the mean load. Experts that stay on a rank stay in their slots.
+      num_nodes: nodes of adjacent ranks, each with all replicas of its experts: groups are packed into nodes first.
+      groups: of adjacent experts, as for `sigmoid_top_k`: a group is on one node. Default: E.
+      previous: an earlier plan, from which the new one differs little. A replica goes to a rank that had its expert if
+        the rank then has at most 1.05 times the mean load. Experts that stay on a rank stay in their slots.
 
     Raises:
       ValueError, TypeError: the numbers do not fit, a load is negative or not finite, or it is traced.
@@ -140,7 +140,7 @@ def _packed(loads: np.ndarray, kinds: np.ndarray, bins: int, room: int, before: 
 
 
 def _in_place(new: list[int], had: np.ndarray) -> list[int]:
-    """`new`, ordered so that as many experts as possible are where they were."""
+    """`new`, ordered so that as many experts as possible stay in their slots."""
     left = sorted(new)
     kept = [left.pop(left.index(expert)) if expert in left else None for expert in had]
     return [left.pop(0) if expert is None else expert for expert in kept]
@@ -150,7 +150,7 @@ def _in_place(new: list[int], had: np.ndarray) -> list[int]:
 def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation: Implementation = "auto") -> Tree:
     """The matrices [S / R, ...] of this rank's slots. Call it on every rank, in `jax.shard_map`, with its own experts.
 
-    A matrix goes once to each slot. The owner adds up the gradients of its replicas in float32, in the order of the
+    A matrix is sent once to each slot. The owner adds up the gradients of its replicas in float32, in the order of the
     slots, and rounds once. (`lb_prefetch_weights` and `lb_reduce_grads` of DeepEP V2.5.)
 
     Args:
@@ -167,7 +167,7 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
     me, room, of_slots = jax.lax.axis_index(group.axis_name), slots // ranks, jnp.asarray(plan.experts, jnp.int32)
     owner, row = jnp.divmod(of_slots, local)
     is_slot = jnp.asarray(plan.slots, jnp.int32)[of_slots] == jnp.arange(slots, dtype=jnp.int32)[:, None]
-    number = jnp.argmax(is_slot, axis=1).astype(jnp.int32)  # among its expert's
+    number = jnp.argmax(is_slot, axis=1).astype(jnp.int32)  # among its expert's slots
     my_owner, my_row, my_number = (x.reshape(ranks, room)[me] for x in (owner, row, number))
     from_here, to_here = owner == me, (my_owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None]).reshape(-1)
     places = jnp.arange(room, dtype=jnp.int32)
@@ -201,15 +201,13 @@ def replicate(experts: Tree, plan: ReplicaPlan, *, group: Group, implementation:
 
 
 def physical_ids(expert_ids: AnyArray, plan: ReplicaPlan, *, offset: int | jax.Array = 0) -> jax.Array:
-    """The slots [T, K] int32 that stand for experts [T, K], which are integers.
+    """The slots [T, K] int32 of integer experts [T, K].
 
-    The assignments to an expert are dealt to its replicas in turn, in the order of (token, k). So the numbers of
-    assignments of two replicas differ by at most one.
-
-    Ids outside [0, E) stay outside of the slots: -1 is -1, others become the number of slots, which is invalid.
+    The assignments to an expert go to its replicas in turn, in the order of (token, k), so the loads of two replicas
+    differ by at most one. -1 stays -1, and other ids outside [0, E) become the number of slots, which is invalid.
 
     Args:
-      offset: the replica that begins. If it is the rank, odd assignments go to different replicas on different ranks.
+      offset: the first replica. If it is the rank, odd assignments go to different replicas on different ranks.
     """
     op = "physical_ids"
     checks.check_array(op, "expert_ids", expert_ids, dtype=np.integer)

@@ -1,12 +1,12 @@
-"""Routers: which experts a token visits, and with what weight.
+"""Routers choose the experts of a token and their weights.
 
-Plain functions of logits [T, E] of this rank's tokens, float32 inside; they need no group. On GPUs one Pallas kernel
-chooses the experts and computes their weights.
+They are functions of logits [T, E] of this rank's tokens, computed in float32, without a group. On GPUs one Pallas
+kernel chooses the experts and computes their weights.
 
     expert_ids, weights = softmax_top_k(tokens @ router, 8)
     out, stats = jax_ep.moe_mlp(tokens, expert_ids, weights, experts, group=group)
 
-Values that do not count are replaced before a nonlinearity, never after it: there the gradient would be 0 * NaN.
+Masked values are replaced before a nonlinearity, never after it: the gradient would be 0 * NaN.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,16 @@ from jax_ep._kit.linear import linear
 from jax_ep._kit.scopes import op_scope
 from jax_ep.pallas_kernels import Groups
 
-_Found = tuple[jax.Array | None, jax.Array]  # a mask, and the experts that were chosen
+_Found = tuple[jax.Array | None, jax.Array]  # a mask, and the chosen experts
 
 
 class Routed(NamedTuple):
-    """What a router chooses.
+    """A router's choice.
 
     Attributes:
-      expert_ids: [T, K] int32, different experts, the best first; of equal scores the lower id first. -1 is none.
-      weights: [T, K] float32, differentiable in the logits; 0 where the id is no expert.
+      expert_ids: [T, K] int32, different experts, the best first. Of equal scores the lower id is first. -1 is no
+        expert.
+      weights: [T, K] float32, differentiable in the logits; 0 without an expert.
     """
 
     expert_ids: jax.Array
@@ -58,14 +59,14 @@ def softmax_top_k(
     Args:
       logits: [T, E] bfloat16, float16 or float32.
       groups, top_groups, best_of_group: as for `sigmoid_top_k`; DeepSeek-V2 has a group per device.
-      renormalize: the weights are divided by their sum, which is then 1. Otherwise they are the probabilities.
+      renormalize: the weights are divided by their sum. Otherwise they are the probabilities.
       scale: a factor of the resulting weights.
-      ids: [T, K] integers, chosen earlier: they replace the router's choice (router replay, R3: Ma et al., 2025).
-        Weights and their gradients come from the current logits. -1, for a slot that was not captured, is no expert:
-        its weight is 0, and the others share the sum. Other ids outside [0, E) stay, with weight 0. Where no slot of a
-        token was captured, `jnp.where(ids[:, :1] < 0, softmax_top_k(logits, K).expert_ids, ids)` asks the router.
-      mask: [T] bool, the tokens that count. The others, such as padding, get ids of -1 and weights of 0, whatever
-        their logits hold, and contribute nothing to gradients.
+      ids: [T, K] integers that replace the router's choice (router replay, R3: Ma et al., 2025). Weights and their
+        gradients come from the current logits. -1, for a slot that was not captured, is no expert: its weight is 0, and
+        the others share the sum. Other ids outside [0, E) stay, with weight 0. For tokens without captured slots use
+        `jnp.where(ids[:, :1] < 0, softmax_top_k(logits, K).expert_ids, ids)`.
+      mask: [T] bool, the tokens that count. Others, such as padding, get ids of -1 and weights of 0, even if their
+        logits are NaN, and do not contribute to gradients.
     """
     op = "softmax_top_k"
     how = _checked(op, "softmax", logits, top_k, groups, top_groups, best_of_group, renormalize)
@@ -91,10 +92,10 @@ def sigmoid_top_k(
     Args:
       logits: [T, E] bfloat16, float16 or float32.
       bias: [E] float32, added to the scores when experts are chosen, and not to the weights: see `balanced_bias`.
-      groups, top_groups: neighbouring experts form `groups` groups of equal size, and experts are chosen from the
-        `top_groups` best groups only. If each node of GPUs owns one group, a token goes to at most `top_groups` nodes.
-      best_of_group: a group is as good as the sum of its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2), or
-        of all if it has fewer.
+      groups, top_groups: adjacent experts form `groups` groups of equal size, and experts are chosen only from the
+        `top_groups` best groups. If each node of GPUs owns one group, a token goes to at most `top_groups` nodes.
+      best_of_group: the score of a group is the sum over its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2),
+        or over all if it has fewer.
       scale: a factor of the resulting weights.
       ids, mask: as for `softmax_top_k`.
     """
@@ -121,8 +122,6 @@ def within_top_groups(scores: AnyArray, top_k: int, groups: int, top_groups: int
 
 
 class _How(NamedTuple):
-    """What is static in a router."""
-
     score: Literal["softmax", "sigmoid"]
     top_k: int
     groups: Groups
@@ -188,7 +187,7 @@ def _route(
 
 
 def _choose(how: _How, logits: jax.Array, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The result of a router before the scale, without a derivative. `given`: those of bias, ids and mask there are."""
+    """The result of a router before the scale, without a derivative. `given`: bias, ids and mask unless None."""
 
     def by_xla(logits: jax.Array, given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         expert_ids, mask = given.get("ids"), given.get("mask")
@@ -212,7 +211,7 @@ def _choose(how: _How, logits: jax.Array, given: dict[str, jax.Array]) -> tuple[
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _following(how: _How, logits: jax.Array, weights: jax.Array, found: _Found) -> jax.Array:
-    """The weights, with their derivative in the logits. `found`: the mask, and the experts that they are of."""
+    """The weights, with their derivative in the logits."""
     return weights
 
 
@@ -220,7 +219,7 @@ def _following(how: _How, logits: jax.Array, weights: jax.Array, found: _Found) 
 def _following_jvp(
     how: _How, primals: tuple[jax.Array, jax.Array, _Found], tangents: PyTree
 ) -> tuple[jax.Array, jax.Array]:
-    """The backward pass reads the logits again, and no scores are kept for it."""
+    """The backward pass reads the logits again. No scores are kept."""
     logits, weights, found = primals
 
     def function(found: _Found) -> Callable[[jax.Array], jax.Array]:
@@ -250,7 +249,6 @@ def _weights(how: _How, log_scores: jax.Array, expert_ids: jax.Array) -> jax.Arr
 
 
 def _best_groups(groups: Groups, scores: jax.Array) -> jax.Array:
-    """[T, G] bool: the best groups of each token."""
     by_group = scores.reshape(scores.shape[0], groups.total, -1)
     worth = jax.lax.top_k(by_group, min(groups.best, by_group.shape[2]))[0].sum(axis=-1)
     return jax.nn.one_hot(jax.lax.top_k(worth, groups.kept)[1], groups.total, dtype=jnp.bool).any(axis=1)
@@ -262,12 +260,12 @@ def _within(groups: Groups, scores: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:
-    """Which of the ids name an expert: a bool for each."""
+    """For each id, whether it names an expert."""
     return (expert_ids >= 0) & (expert_ids < num_experts)
 
 
 def float32_logits(logits: AnyArray, mask: AnyArray | None) -> jax.Array:
-    """The logits [T, E] in float32, zeros for the tokens that `mask` [T] leaves out."""
+    """The logits [T, E] in float32, zeros for masked tokens."""
     wide = jnp.asarray(logits, jnp.float32)
     return wide if mask is None else jnp.where(mask[:, None], wide, 0)
 
@@ -275,7 +273,7 @@ def float32_logits(logits: AnyArray, mask: AnyArray | None) -> jax.Array:
 def shares(log_scores: jax.Array, where: jax.Array | bool = True) -> jax.Array:
     """Scores [T, N], divided by their sum over N; 0 where `where` is not set, and where all scores are 0.
 
-    Out of logarithms, because a quotient of scores of 1e-20 has no gradient in float32.
+    Computed from logarithms, because a quotient of scores of 1e-20 has no gradient in float32.
     """
     return jax.nn.softmax(log_scores, axis=-1, where=where & (log_scores != -jnp.inf))
 
@@ -292,7 +290,7 @@ def round_tokens(
     """Rounds the rows of each expert to whole tiles of its products (token rounding, SonicMoE: Guo et al., 2025).
 
     A router chooses more than `top_k` experts for each token. The first `top_k` are assignments, the others candidates.
-    The count of an expert becomes the nearest multiple, and a half goes up: the expert drops the assignments with the
+    The count of an expert becomes the nearest multiple (a half rounds up): the expert drops the assignments with the
     least weights, or takes the candidates with the greatest. With too few candidates its count is rounded down. To
     round up by half a multiple, a token needs top_k * multiple / (2 * rows of an expert) candidates.
 
@@ -302,17 +300,16 @@ def round_tokens(
     before. `capacity_factor` is a multiple of the even load of all K columns.
 
     Args:
-      routed: ids and weights [T, K], K at least `top_k`; ids outside [0, E) stay, and do not count, nor do their
-        weights.
+      routed: ids and weights [T, K], K at least `top_k`. Ids outside [0, E) stay and do not count.
       num_experts: E, below 2^30.
-      multiple: 128 rows are a tile of products in float8. Gradients of matrices take steps of 64 rows, and products in
-        16 bits steps of 16.
+      multiple: 128 rows are a tile of float8 products. Gradients of matrices have steps of 64 rows, and 16-bit products
+        steps of 16.
       renormalize: as for the router: the weights that a token keeps are scaled to the sum that it had before.
-      axis_name: an axis of the mesh, or a tuple of them: the tokens of all devices along it are counted. Without, only
+      axis_name: an axis of the mesh, or a tuple of them: counts the tokens of all devices along it. Without it, only
         the tokens of `routed`.
 
     Returns:
-      ids [T, K], -1 where an expert does not take the token, and their weights, 0 there; differentiable in the weights.
+      ids [T, K], or -1 if an expert does not take the token, and their weights, or 0; differentiable in the weights.
     """
     op = "round_tokens"
     if not isinstance(routed, tuple) or len(routed) != 2:
@@ -331,7 +328,7 @@ def round_tokens(
     valid = is_expert(expert_ids, num_experts)
     weights = jnp.where(valid, weights, 0)
     is_candidate = jax.lax.broadcasted_iota(jnp.int32, expert_ids.shape, 1) >= top_k
-    # Each expert has two ranges: of its assignments and of its candidates, the greatest weights first.
+    # Each expert has two ranges: its assignments and its candidates, the greatest weights first.
     ranges = jnp.where(valid, 2 * expert_ids + is_candidate.astype(jnp.int32), 2 * num_experts)
     order_by = -jax.lax.stop_gradient(weights)
     if axis_name is not None:
@@ -345,7 +342,7 @@ def round_tokens(
     over = count % multiple
     rises = (over >= multiple - over) & (multiple - over <= most - count)
     rounded = count - over + jnp.where(rises, multiple, 0)
-    last = jnp.append(starts[:-1:2] + rounded, ranges.size)  # of what is not valid, all stays
+    last = jnp.append(starts[:-1:2] + rounded, ranges.size)  # all invalid entries stay
     taken = jnp.zeros_like(order, bool).at[order].set(places < last[ordered // 2], unique_indices=True)
     if axis_name is not None:
         taken = taken.reshape(ranges.shape)[jax.lax.axis_index(axis_name)]

@@ -1,4 +1,4 @@
-// The CPU: a coop is one thread. Every rank's part of an op runs on threads of its own.
+// The CPU: a coop is one thread. Every rank's part of an op runs on its own threads.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,6 @@
 
 namespace jax_ep {
 
-// Packs of a row that one lane has in flight.
 constexpr int kLanePacks = 1, kRowPacks = 1;
 
 template <class T>
@@ -57,7 +56,7 @@ JAX_EP_FN bool compare_exchange(T* p, T expected, T desired) {
 }
 
 // Copies past the caches, to memory that this rank will not read again. Ordinary stores would first load the cache
-// lines that they overwrite.
+// lines.
 template <class T, int kCount>
 JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
 #if JAX_EP_STREAMING_STORES
@@ -76,9 +75,9 @@ JAX_EP_FN void stream_out(T* to, const T (&from)[kCount]) {
   for (int i = 0; i < kCount; ++i) to[i] = from[i];
 }
 
-// The next number. Orders nothing.
+// The next number, without memory order.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) { return __atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED); }
-// Atomics among the coops of one rank, without order. Those with a result return what was there before.
+// Relaxed atomics among the coops of one rank. Those with a result return the value before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) { __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 template <class T>
@@ -103,7 +102,7 @@ JAX_EP_FN void pause(unsigned tries) {
   if (tries > 16) std::this_thread::yield();
 }
 
-// Counts without a call, as the processor's own instruction is not assumed.
+// Counts without a call: the build does not assume the processor's instruction.
 JAX_EP_FN int count_bits(uint64_t bits) {
   bits -= bits >> 1 & 0x5555555555555555;
   bits = (bits & 0x3333333333333333) + (bits >> 2 & 0x3333333333333333);
@@ -120,7 +119,7 @@ struct Coop {
   int index;  // among the coops of this rank
   int count;
   Part sender, receiver;
-  Part cta;                               // coops that share fast memory form a CTA: here each its own
+  Part cta;                               // a CTA of its own
   static constexpr Part in_cta = {0, 1};  // this coop in its CTA
   static constexpr char* shared = nullptr;
   static constexpr int shared_bytes = 0;
@@ -138,9 +137,9 @@ struct Coop {
   }
   Match match(int) const { return {0, 1}; }
   int sum(int value) const { return value; }
-  // The largest value among `width` neighbouring lanes.
+  // The largest value among `width` adjacent lanes.
   uint32_t max(uint32_t value, int) const { return value; }
-  // The sum over the lanes before this one; `total` is that over all.
+  // The sum over the lanes before this one. `total` is the sum over all lanes.
   int exclusive_scan(int value, int* total) const {
     *total = value;
     return 0;

@@ -1,4 +1,4 @@
-// NVIDIA GPUs: a coop is a warp. Memory order in PTX, at the scope each flag needs.
+// NVIDIA GPUs: a coop is a warp. PTX orders memory, at the scope that each flag needs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #define JAX_EP_FN __device__ __forceinline__
-#ifndef JAX_EP_COLD_FN  // kernels with wgmma have no registers for calls: they are compiled without
+#ifndef JAX_EP_COLD_FN  // kernels with wgmma have no registers for calls
 #define JAX_EP_COLD_FN inline __device__ __noinline__
 #endif
 #define JAX_EP_CONSTANT_FN __host__ __device__ constexpr
@@ -16,8 +16,8 @@
 
 namespace jax_ep {
 
-// Packs of a row that a lane has in flight: choices, which kernels_bench 2 times. kRowPacks of all lanes are half a row
-// of 7168 16-bit values.
+// Packs of a row that a lane has in flight, chosen by kernels_bench 2. kRowPacks of all lanes are half a row of 7168
+// 16-bit values.
 constexpr int kLanePacks = 8, kRowPacks = 14;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -36,11 +36,11 @@ JAX_EP_FN uint64_t load_acquire(const uint64_t* p) {
 JAX_EP_FN void store_release(uint64_t* p, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// Releases to the coops of this rank only, for which device scope is enough.
+// Releases only to the coops of this rank, so device scope is enough.
 JAX_EP_FN void store_release_here(uint64_t* p, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
-// Device scope is enough here too: causality carries along what the coops wrote to peers.
+// Device scope is enough here, because causality also orders what the coops wrote to peers.
 JAX_EP_FN uint64_t fetch_add(uint64_t* p, uint64_t value) {
   uint64_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(p), "l"(value) : "memory");
@@ -55,14 +55,14 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
   return before == expected;
 }
 
-// The next number, without order. The compiler aggregates an atomic add over the lanes and waits for its result at
-// once, but leaves atom.inc as it is.
+// The next number, without memory order. The compiler would aggregate an atomic add over the lanes and wait for its
+// result. It leaves atom.inc as it is.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   uint32_t before;
   asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(~0u) : "memory");
   return before;
 }
-// Atomics among the coops of one rank, without order. Those with a result return what was there before.
+// Relaxed atomics among the coops of one rank. Those with a result return the value before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) { return atomicAdd(p, value); }
 JAX_EP_FN void atomic_add(uint64_t* p, uint64_t value) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
@@ -90,7 +90,7 @@ JAX_EP_FN int count_bits(uint32_t bits) { return __popc(bits); }
 JAX_EP_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 
 namespace ptx {
-// `threads` of the CTA meet; barrier 0 is __syncthreads'.
+// A barrier of `threads` of the CTA. __syncthreads uses barrier 0.
 JAX_EP_FN void sync_some(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -105,7 +105,7 @@ struct Coop {
   char* shared;  // this coop's own shared memory
   int shared_bytes;
   TrackRole track;
-  int barrier;  // the named barrier of the coops of its CTA that run the op; the CTA may have others
+  int barrier;  // named barrier of the coops in its CTA that run the op
   static constexpr int lanes = 32;
 
   JAX_EP_FN void sync() const { __syncwarp(); }
@@ -141,7 +141,7 @@ struct Coop {
   }
 };
 
-constexpr int kCtaBarrier = 1;  // of all coops of a CTA, in kernels that have no others: 0 is __syncthreads'
+constexpr int kCtaBarrier = 1;  // of all coops of a CTA
 
 // The first coops of every CTA send, the others receive. Each has `shared_bytes` of dynamic shared memory.
 JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {

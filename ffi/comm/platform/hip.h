@@ -1,4 +1,4 @@
-// AMD GPUs: a coop is a wavefront. Memory order by clang's scoped atomics.
+// AMD GPUs: a coop is a wavefront. Clang's scoped atomics order memory.
 #pragma once
 
 #include <hip/hip_runtime.h>
@@ -14,7 +14,7 @@
 
 namespace jax_ep {
 
-// Packs of a row that a lane has in flight: choices, never timed.
+// Packs of a row that a lane has in flight. Never timed.
 constexpr int kLanePacks = 4, kRowPacks = 4;
 
 JAX_EP_FN uint64_t load_relaxed(const uint64_t* p) {
@@ -40,11 +40,10 @@ JAX_EP_FN bool compare_exchange(uint64_t* p, uint64_t expected, uint64_t desired
                                               __HIP_MEMORY_SCOPE_SYSTEM);
 }
 
-// The next number, without order.
 JAX_EP_FN uint64_t draw(uint64_t* numbers) {
   return __hip_atomic_fetch_add(numbers, uint64_t{1}, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-// Atomics among the coops of one rank, without order. Those with a result return what was there before.
+// Relaxed atomics among the coops of one rank. Those with a result return the value before.
 JAX_EP_FN int32_t atomic_add(int32_t* p, int32_t value) {
   return __hip_atomic_fetch_add(p, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -94,7 +93,7 @@ struct Coop {
   JAX_EP_FN int broadcast(int value) const { return __builtin_amdgcn_readfirstlane(value); }
   JAX_EP_FN Match match(int value) const {
     uint64_t same = 0;
-    for (bool todo = true; todo;) {  // one round per distinct value: the first lane left names it
+    for (bool todo = true; todo;) {  // one round per distinct value
       const int candidate = __builtin_amdgcn_readfirstlane(value);
       const uint64_t holders = __builtin_amdgcn_ballot_w64(value == candidate);
       if (value == candidate) {
@@ -135,7 +134,7 @@ struct Coop {
   }
 };
 
-// The first coops of every CTA send, the others receive; `shared_bytes` of dynamic shared memory belong to each.
+// The first coops of every CTA send, the others receive. Each has `shared_bytes` of dynamic shared memory.
 JAX_EP_FN Coop this_coop(int senders_per_cta, int shared_bytes) {
   extern __shared__ __attribute__((aligned(128))) char shared[];
   const int thread = __builtin_amdgcn_workitem_id_x(), threads = __builtin_amdgcn_workgroup_size_x();

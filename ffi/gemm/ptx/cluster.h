@@ -1,4 +1,4 @@
-// How the CTAs of a cluster meet, arrive at each other's barriers, and write into each other's shared memory.
+// Barriers between the CTAs of a cluster, and writes into each other's shared memory.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,6 @@
 
 namespace jax_ep::gemm {
 
-// A barrier of all threads of the cluster.
 JAX_EP_FN void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release;\n\tbarrier.cluster.wait.acquire;" ::: "memory");
 }
@@ -23,8 +22,8 @@ JAX_EP_FN void arrive_at_peer(uint64_t* barrier, int peer) {
       : "memory");
 }
 
-// Waits for the phase of this parity to end. Every arrival comes from the same cluster, so the wait is bounded; a debug
-// build reports a protocol error instead of hanging, and is slow: ptxas runs wgmma one by one around a call.
+// Waits for the phase of this parity to end. Every arrival comes from the same cluster, so the wait is bounded. A debug
+// build reports a protocol error instead of hanging. It is slow, because ptxas serializes wgmma around a call.
 JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]] const char* what) {
 #ifdef JAX_EP_GEMM_DEBUG
   const long long start = clock64();
@@ -38,8 +37,8 @@ JAX_EP_FN void wait_barrier(uint64_t* barrier, uint32_t parity, [[maybe_unused]]
 #endif
 }
 
-// As arrive_at_peer() and wait_barrier(), for data that one CTA of the cluster writes into the memory of another:
-// release and acquire at cluster scope.
+// As arrive_at_peer() and wait_barrier(), with release and acquire at cluster scope, for data written into the other
+// CTA.
 JAX_EP_FN void arrive_with_data(uint64_t* barrier, int peer) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; "
@@ -66,7 +65,7 @@ JAX_EP_FN void store_at_peer(float4* to, int peer, float4 value) {
       : "memory");
 }
 
-// Stores a value of 32 bytes at `to` in CTA `peer`, and completes a phase of `barrier` there, which counts one arrival.
+// Stores a value at `to` in CTA `peer`, and completes a phase of `barrier` there, which counts one arrival.
 template <class Value>
 JAX_EP_FN void send_value(Value* to, int peer, const Value& value, uint64_t* barrier) {
   static_assert(sizeof(Value) == 32 && alignof(Value) == 16);

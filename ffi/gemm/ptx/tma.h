@@ -1,5 +1,4 @@
-// Boxes of tensors, copied between global and shared memory by the tensor memory accelerator. They complete as other
-// bulk copies do.
+// Copies of boxes between global and shared memory by TMA. They complete like other bulk copies.
 #pragma once
 
 #include <cuda.h>
@@ -20,7 +19,7 @@ JAX_EP_FN void load_box(void* to, const CUtensorMap& map, const Corner& at, uint
       "l"(&map), "r"(ptx::shared_address(barrier)), "r"(at.inner), "r"(at.outer), "r"(at.matrix)
       : "memory");
 }
-// Loads what nobody reads again: the L2 cache evicts it first. The constant is createpolicy's word for L2::evict_first.
+// Loads data that is not read again: the L2 cache evicts it first. The constant is createpolicy's L2::evict_first.
 JAX_EP_FN void load_box_once(void* to, const CUtensorMap& map, const Corner& at, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "

@@ -1,4 +1,4 @@
-// What warps and warpgroups do together: registers, the lane that acts for all, and matrix stores.
+// Instructions of warps and warpgroups: registers, an elected lane, and matrix stores.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// Moves registers of threads between the warpgroups of a CTA. All four warps of a warpgroup call.
+// Moves registers between the warpgroups of a CTA. All four warps of a warpgroup call.
 template <int kRegisters>
 JAX_EP_FN void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -17,8 +17,8 @@ JAX_EP_FN void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// True on one lane of a warp, always the same one. From this and `uniform` the compiler learns that coordinates are
-// equal on all lanes, and keeps them in uniform registers.
+// True on one lane of a warp, always the same one. elect_lane and uniform tell the compiler to keep coordinates in
+// uniform registers.
 JAX_EP_FN bool elect_lane() {
   uint32_t elected;
   asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));

@@ -1,5 +1,4 @@
-// Warpgroup matrix multiply: D (registers, float32) += A x B, tiles of 16- or 8-bit values in shared memory, named by
-// descriptors.
+// Warpgroup matrix multiply: D (registers, float32) += A x B, 16- or 8-bit tiles in shared memory with descriptors.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,18 +34,17 @@ template <class Sums>
 JAX_EP_FN void set_zero(Sums& d) {
   for_each_sum(d, [](float& sum) { sum = 0; });
 }
-// Keeps accesses of the accumulators on their side of the multiplies, which the compiler does not know to run on.
+// Keeps accesses of the accumulators on their side of the asynchronous multiplies.
 template <class Sums>
 JAX_EP_FN void settle(Sums& d) {
   for_each_sum(d, [](float& sum) { asm volatile("" : "+f"(sum)::"memory"); });
 }
-// For a first multiply that does not add: without it the compiler would carry values from before.
+// For a first multiply that does not add: otherwise the compiler would keep the old values.
 template <class Sums>
 JAX_EP_FN void leave_undefined(Sums& d) {
   for_each_sum(d, [](float& sum) { asm volatile("" : "=f"(sum)); });
 }
 
-// Lists of registers and of as many operands, each made from the one before.
 #define JAX_EP_REGISTERS_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define JAX_EP_REGISTERS_16 JAX_EP_REGISTERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define JAX_EP_REGISTERS_24 JAX_EP_REGISTERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -106,8 +104,8 @@ JAX_EP_FN void leave_undefined(Sums& d) {
       JAX_EP_WGMMA("f16", width, count, a, b, add, mn_a, mn_b);  \
   }
 
-// D [64, kWidth] = A [64, 32 bytes] x B [32 bytes, kWidth], plus what D was if add_to_d; kMnA, kMnB: the tile's
-// contiguous dimension is not the contracted one. `d` may have more registers than the width needs.
+// D [64, kWidth] = A [64, 32 bytes] x B [32 bytes, kWidth], plus D if add_to_d. kMnA, kMnB: the tile's contiguous
+// dimension is not the contracted one. `d` may have more registers than the width needs.
 template <class T, int kWidth, bool kMnA, bool kMnB, int kCount>
 JAX_EP_FN void multiply(float (&d)[kCount], uint64_t a_tile, uint64_t b_tile, bool add_to_d) {
   static_assert(kWidth % 16 == 0 && kWidth <= 2 * kCount);

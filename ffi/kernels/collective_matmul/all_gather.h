@@ -1,5 +1,5 @@
 // all_gather_matmul: every rank pushes its rows to all ranks and announces them row block by row block. Products of row
-// blocks that have arrived run meanwhile, beginning with this rank's own rows.
+// blocks that have arrived run at the same time, beginning with this rank's own rows.
 #pragma once
 
 #include "comm/copy.h"
@@ -13,8 +13,8 @@
 namespace jax_ep {
 
 // The parts of this rank's rows that coops push: ranges of bytes, each of one row block. If the rows end inside a pair
-// of row blocks, some tiles also have rows of the next rank. Peers need the last row block for these tiles as early as
-// the next rank's first one, so the last row block is pushed first.
+// of row blocks, some tiles also have rows of the next rank. For these tiles peers need the last row block early, so it
+// is pushed first.
 class RowParts {
  public:
   const int chunks;  // row blocks
@@ -29,14 +29,13 @@ class RowParts {
         first_(rows > 0 && rows % (2 * kBlockRows) ? (chunks - 1) * per_row_block_ : 0) {}
 
   JAX_EP_FN int count() const { return count_; }
-  // The part that is pushed as the i-th.
   JAX_EP_FN int at(int i) const { return i + first_ < count_ ? i + first_ : i + first_ - count_; }
   JAX_EP_FN int chunk_of(int part) const { return part / per_row_block_; }
   JAX_EP_FN Range chunk(int index) const {
     return {index * per_row_block_, smaller((index + 1) * per_row_block_, count_)};
   }
   JAX_EP_FN Range rows(int part) const { return row_blocks_.chunk(chunk_of(part)); }
-  // Its bytes among those of all rows.
+  // The part's bytes among all rows.
   JAX_EP_FN int64_t begin(int part) const {
     return rows(part).begin * row_bytes_ + int64_t{part % per_row_block_} * part_bytes_;
   }
@@ -83,7 +82,7 @@ JAX_EP_FN void push_rows(Op& op, const AllGatherMatmulArgs& args) {
   announcer.finish(mover);
 }
 
-// Waits until `rows`, numbered over all ranks, are here. All lanes call, and each waits for one row block.
+// Waits for `rows`, numbered over all ranks. All lanes call, and each waits for one row block.
 JAX_EP_FN void wait_rows(Op& op, const AllGatherMatmulArgs& args, Range rows) {
   const RowBlocks row_blocks(args.m);
   const auto index = [&](int row) { return row / args.m * row_blocks.chunks + row_blocks.chunk_of(row % args.m); };

@@ -16,14 +16,14 @@ struct MatmulReduceArgs {
   DType dtype, operand_dtype;  // of the result, of lhs and rhs
   int m, n, k;
   bool transpose_rhs;   // rhs is [N, K]
-  bool reduce_scatter;  // a rank gets only its part of the rows
+  bool reduce_scatter;  // a rank keeps only its part of the rows
   const char* lhs;      // [M, K]
   const char* rhs;      // [K, N]
   char* result;         // [M, N], or [M / R, N]
   char* partial;        // [M, N]: the product of this rank
 };
 
-// MatmulReduceArgs for a kernel of its own, in which two ranks exchange their tiles.
+// MatmulReduceArgs for the kernel in which two ranks exchange their tiles.
 struct MatmulExchangeArgs : MatmulReduceArgs {};
 
 // The rows of all ranks, in the order of the ranks, times this rank's matrix.
@@ -117,7 +117,6 @@ struct OpSpec<AllGatherMatmulArgs> : CollectiveMatmulSpec<AllGatherMatmulArgs> {
 
 constexpr int kBlockRows = Coop::lanes == 1 ? 16 : 128;  // on a GPU the rows of a tile of the product
 
-// Each row block is announced by a flag of its own.
 struct RowBlocks {
   int rows, block_rows, chunks;
 

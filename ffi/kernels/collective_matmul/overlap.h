@@ -1,5 +1,5 @@
 // One kernel for a product and its collective. All CTAs multiply. The three aux warps of the producer's warpgroup,
-// which the product does not need, communicate. This file has their roles in a gather and in a reduction;
+// which the product does not need, communicate. This file has their roles in a gather and in a reduction.
 // overlap_exchange.h has the exchange of two ranks.
 #pragma once
 
@@ -35,23 +35,21 @@ struct OverlapWork {
 template <class Args>
 using OwnMap = std::conditional_t<std::is_same_v<Args, AllGatherMatmulArgs>, CUtensorMap, gemm::Nothing>;
 
-// The roles that all such kernels have: one aux warp of every CTA, and the other two aux warps of CTAs that
-// communicate.
+// Roles of all these kernels: one aux warp of every CTA, and the other two aux warps of CTAs that communicate.
 JAX_EP_FN Role first_aux_warps() { return one_warp_a_cta(gemm::kFirstAuxWarp); }
 constexpr int kOtherAuxWarps = gemm::kAuxWarps - 1;
 JAX_EP_FN Role other_aux_warps(int first_cta, int ctas) {
   return {gemm::kFirstAuxWarp + 1, kOtherAuxWarps, first_cta, ctas, kCommunicators};
 }
 
-// An exchange has the spec of a reduction.
 template <class Args>
 JAX_EP_FN auto results_of(const OverlapWork<Args>& work) {
   using Spec = std::conditional_t<std::is_same_v<Args, MatmulExchangeArgs>, MatmulReduceArgs, Args>;
   return Results<Spec>(work.args, work.comm.size);
 }
 
-// Debug: some CTAs fill the results, before any tile is stored there and any peer may write to them. All warps call,
-// before they multiply. The CTAs wait for each other, so all must find an SM.
+// Debug: some CTAs fill the results, before tiles are stored and peers may write. All warps call, before they multiply.
+// The CTAs wait for each other, so all must find an SM.
 template <class Args>
 JAX_EP_FN void poison_results(const OverlapWork<Args>& work, int first_cta, int ctas) {
   const Role role = whole_ctas(first_cta, ctas);
@@ -60,7 +58,7 @@ JAX_EP_FN void poison_results(const OverlapWork<Args>& work, int first_cta, int 
   Op(work.comm, coop, kind_of(work.args)).poison(results_of(work));
 }
 
-// Waits until a tile of this CTA, by its number, is written. `written` has a counter for each multiplying warp.
+// Waits until a tile of this CTA is written. `written` has a counter for each multiplying warp.
 JAX_EP_FN void wait_written(const uint32_t (&written)[gemm::kConsumerWarps], int block_n, int tile) {
   const gemm::Storing by = gemm::storing(block_n, tile);
   ptx::wait_counts(written + by.first, by.warps, by.tiles);
@@ -82,7 +80,7 @@ JAX_EP_FN void multiply_tiles(char* memory, const Operands<Args>& operands, cons
                              gemm::this_cta());
 }
 
-// The shared memory of a CTA's aux warps. aux_of() is only declared, for the arguments of each op.
+// The shared memory of a CTA's aux warps. aux_of() is only declared, for each op.
 template <class Args>
 using AuxOf = decltype(aux_of(Args{}));
 
@@ -101,13 +99,13 @@ __global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::k
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 struct Waiter {
-  uint32_t ready;  // of the tiles that wait for rows, how many have them
+  uint32_t ready;  // tiles whose rows have arrived
 };
 Waiter aux_of(const AllGatherMatmulArgs&);
 
 // A gather. One warp of every CTA waits for the rows of the CTA's tiles, and in some CTAs two more warps push this
-// rank's rows. These warps take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads this
-// rank's own rows from the operand, and other rows from `gathered`.
+// rank's rows. They take parts by ticket, so peers get all rows even if few of these CTAs run. A tile reads own rows
+// from the operand, and other rows from `gathered`.
 struct GatherHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Waiter;
@@ -150,7 +148,7 @@ struct GatherHooks {
     const int first = work.comm.rank * work.args.m;
     return first <= rows_of(tile).begin && rows_of(tile).end <= first + work.args.m;
   }
-  // Debug: every tile waits, as a tile may be stored only after the result is poisoned, and a peer's flag implies that.
+  // Debug: every tile waits, because it must be stored after the result is poisoned, which a peer's flag implies.
   JAX_EP_FN bool must_wait(const gemm::Tile& tile) const { return !is_own(tile) || work.comm.poison; }
 
   JAX_EP_FN void await_rows(Op& op, Part cta) const {
@@ -174,7 +172,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<AllGatherMatmulArgs>&
                               const OverlapWork<AllGatherMatmulArgs>& work) {
   poison_results(work, work.first_communicating, work.communicating);
   Waiter& aux = reinterpret_cast<gemm::Shared<kBlockN, Waiter>*>(memory)->aux;
-  if (threadIdx.x == 0) aux.ready = 0;  // before all warps meet
+  if (threadIdx.x == 0) aux.ready = 0;  // before the barrier of all warps
   const GatherHooks hooks{work, operands.own, operands.problem, aux};
   multiply_tiles<In, Out, kBlockN, kMnB>(memory, operands, hooks);
   if (threadIdx.x >= gemm::kConsumers) return;
@@ -195,13 +193,11 @@ struct Reducers {
 Reducers aux_of(const MatmulReduceArgs&);
 
 // A reduction. One warp of every CTA announces the tiles of its CTA, and in the last CTAs two more warps are reducers.
-// So the product has all SMs, and all CTAs but the last ones free their SMs when the product is done, whatever peers
-// do.
+// So the product has all SMs, and all CTAs except the last ones free their SMs when the product is done.
 //
-// Reducers keep the SMs of their CTAs while they wait for peers. They are in the last CTAs, which a GPU starts after
-// all others. A reducer that does not see all reducers begin within 20 us leaves. The last reducer to begin never
-// leaves, and the reducers that stay sum all rows. So a kernel that holds some SMs slows the sums down, but cannot stop
-// them.
+// Reducers hold the SMs of their CTAs while they wait for peers. A GPU starts the last CTAs after all others. A reducer
+// that does not see all reducers begin within 20 us leaves. The last reducer to begin never leaves, and the reducers
+// that stay sum all rows. So a kernel that holds some SMs slows the sums down, but cannot stop them.
 template <class T>
 struct ReduceHooks {
   static constexpr bool kAwaitStores = true;
@@ -232,7 +228,6 @@ struct ReduceHooks {
   }
 
  private:
-  // A row block is announced when all of its tiles are written.
   JAX_EP_FN void announce(Op& op, Part cta) const {
     const MatmulReduceArgs& args = work.args;
     const RowBlocks row_blocks(args.m);
@@ -266,7 +261,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulReduceArgs>& op
   using Hooks = ReduceHooks<RowOf<Out>>;
   poison_results(work, work.first_communicating, work.communicating);
   Reducers& aux = reinterpret_cast<gemm::Shared<kBlockN, Reducers>*>(memory)->aux;
-  if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before all warps meet
+  if (threadIdx.x < gemm::kConsumerWarps) aux.written[threadIdx.x] = 0;  // before the barrier of all warps
   const Hooks hooks{work, operands.problem, aux};
   multiply_tiles<In, Out, kBlockN, kMnB>(memory, operands, hooks);
 }

@@ -1,7 +1,6 @@
-// One kernel for a product and its reduction among two ranks. Both ranks take the same tiles in the same order, so
-// every CTA exchanges its tiles with the same CTA of the peer. Multiplying warps store their part of a tile here and at
-// the peer. One aux warp announces tiles, and the other aux warps add the peer's tiles. The multiplying warps add the
-// last tile.
+// One kernel for a product and its reduction between two ranks. Both ranks take the same tiles in the same order, so
+// every CTA exchanges tiles with the same CTA of the peer. Multiplying warps store their part of a tile here and at the
+// peer. One aux warp announces tiles, and the others add the peer's tiles. The multiplying warps add the last tile.
 #pragma once
 
 #include "kernels/collective_matmul/overlap.h"
@@ -14,7 +13,7 @@ struct Exchanged {
   uint32_t landing_known;                  // 1 once `landing` is set
   uint32_t written[gemm::kConsumerWarps];  // parts of tiles, by multiplying warp
   uint32_t added[gemm::kConsumerWarps];    // of the last tile
-  uint32_t landed;                         // 1 once the peer's last tile is here, or the op has failed
+  uint32_t landed;                         // 1 once the peer's last tile has landed, or the op has failed
 };
 Exchanged aux_of(const MatmulExchangeArgs&);
 
@@ -46,7 +45,6 @@ struct ExchangeHooks {
 
   JAX_EP_FN gemm::Rows before_tile(const gemm::Tile& tile, const CUtensorMap& a) const { return {a, tile.row}; }
 
-  // The epilogue of the product.
   template <int kWidth>
   JAX_EP_FN void store(const gemm::Problem&, const gemm::Tile& tile, const float (&d)[kWidth / 2],
                        char (*buffers)[gemm::kOutBytes], int strip, int lane) const {
@@ -105,7 +103,7 @@ struct ExchangeHooks {
     ptx::wait_counts(aux.added, gemm::kConsumerWarps, 1);
   }
 
-  // Adds this warp's rows of every tile but the last, as the peer's tiles come.
+  // Adds this warp's rows of every tile except the last, when the peer's tiles arrive.
   JAX_EP_FN void add_tiles(Op& op) const {
     const Range part = part_of(gemm::kBlockM, op.coop.in_cta.index, kOtherAuxWarps);
     gemm::Schedule schedule(problem, kBlockN, {cta, ctas});
@@ -125,7 +123,7 @@ JAX_EP_FN void run_overlapped(char* memory, const Operands<MatmulExchangeArgs>& 
   const int cta = blockIdx.x, ctas = gridDim.x;
   poison_results(work, 0, ctas);
   Exchanged& aux = reinterpret_cast<gemm::Shared<kBlockN, Exchanged>*>(memory)->aux;
-  if (threadIdx.x == 0) aux = {};  // before all warps meet
+  if (threadIdx.x == 0) aux = {};  // before the barrier of all warps
   const ExchangeHooks<Out, kBlockN> hooks{work, operands.problem, aux, cta, ctas};
   using Mainloop = gemm::TileMainloop<In, kBlockN, false, kMnB>;
   gemm::run_matmul<Mainloop>(memory, typename Mainloop::Source(operands.lhs, operands.rhs), /*epilogue=*/hooks,

@@ -11,7 +11,7 @@ namespace {
 constexpr int kTileRows = 128;
 constexpr int kPairRows = 2 * kTileRows;
 
-// Simulates the rounds of tiles of a gather, with the rows that each round must wait for. Times are in microseconds.
+// Simulates the rounds of tiles of a gather, which wait for rows. Times are in microseconds.
 struct Rounds {
   const GatherRates& rates;
   int pairs, own;            // pairs of rows of tiles; how many have rows of this rank only
@@ -19,12 +19,10 @@ struct Rounds {
   int band;
   double tile, moving;  // for a tile; for all rows, which arrive at an even rate
 
-  // When the rows of the first `wanted` pairs are here.
   double arrival(int wanted) const {
     return wanted > own ? rates.handshake_us + moving * (wanted - own) / (pairs - own) : 0;
   }
 
-  // Until the last of `tiles` is done.
   double microseconds(int tiles) const {
     double time = 0;
     for (int done = 0; done < tiles; done += clusters) {
@@ -35,8 +33,8 @@ struct Rounds {
   }
 };
 
-// How many CTAs push: an even number, at most `most`, and fewer if each pushes to more peers. More CTAs would only
-// delay the product's loads.
+// The number of CTAs that push: even, at most `most`, and fewer if there are more peers. More CTAs would only delay the
+// product's loads.
 int pushing_ctas(int ctas_times_peers, int ranks, int most) {
   return std::max(std::min(ctas_times_peers / std::max(ranks - 1, 1), most) / 2 * 2, 2);
 }
@@ -53,8 +51,8 @@ OverlapConfig gather_with(const CollectiveMatmulShape& shape, const HardwareMode
   const double rate = rates.flops_per_us * (block_n == 128 ? rates.narrow : 1);
   const double tile = 2.0 * kTileRows * block_n * k / rate + rates.tile_us;
   const double moving = double(m) / ranks * k * value_bytes / (communicating * rates.bytes_per_cta);
-  // Tiles of a band wait for all rows of the band. Small bands are better, unless all rows arrive before the tiles of
-  // this rank's rows are done.
+  // Tiles of a band wait for all its rows. Small bands are better, unless all rows arrive before this rank's own tiles
+  // are done.
   const bool waits = moving + rates.handshake_us > tile * own * columns / (config.multiplying / 2);
   // If no tile has rows of this rank only, all tiles wait.
   config.band = own ? std::clamp(waits ? own / 4 : own, std::min(own, 2), rates.most_pairs) : rates.most_pairs;
@@ -98,8 +96,7 @@ OverlapConfig exchange_with(const CollectiveMatmulShape& shape, const HardwareMo
   return config;
 }
 
-// How many CTAs fetch and sum. The others are free after the product. If sums are pushed while tiles are still
-// computed, fewer CTAs push.
+// The number of CTAs that fetch and sum. If sums are pushed while tiles are still computed, fewer CTAs push.
 int communicating_ctas(const CollectiveMatmulShape& shape, const HardwareModel& model, int tiles) {
   const int most = std::max(model.sms * 3 / 4 / 2 * 2, 2);
   const bool pushes = shape.op == OpKind::matmul_all_reduce && tiles > model.sms;
@@ -117,8 +114,7 @@ OverlapConfig reduce_with(const CollectiveMatmulShape& shape, const HardwareMode
   config.split_k = gemm::should_split(block_n, shape.k, tiles, model.sms);
   const int parts = config.split_k ? 2 : 1;
   config.multiplying = std::min(model.sms, parts * tiles + 1) / 2 * 2;
-  // Whole rows of tiles are announced. A wave should finish some rows of tiles; if there are many, there should be many
-  // waves.
+  // Whole rows of tiles are announced. A wave should finish some of them, and many rows should take many waves.
   config.band =
       std::clamp(std::max(config.multiplying / columns / 2, rows / 2 / rates.least_bands), 1, rates.most_pairs);
   const int waves = ceil_div(parts * tiles, config.multiplying);

@@ -1,4 +1,4 @@
-// How a collective matmul is launched.
+// The launch of a collective matmul.
 #pragma once
 
 #include <string>
@@ -8,20 +8,20 @@
 
 namespace jax_ep {
 
-// A product with a collective. A rank computes m by n by k; in a gather, m is the rows of all ranks.
+// A rank computes m by n by k. In a gather, m is the rows of all ranks.
 struct CollectiveMatmulShape {
   OpKind op;
   int m, n, k;
-  int value_bytes;  // of what travels: a gather's operand, a reduction's result
+  int value_bytes;  // that travel: of a gather's operand, a reduction's result
   int ranks;
 };
 
 CollectiveMatmulShape shape_of(const AllGatherMatmulArgs& args, int ranks);
 CollectiveMatmulShape shape_of(const MatmulReduceArgs& args, int ranks);
 
-// A launch has as many CTAs as the larger of `communicating` and `multiplying`, so a CTA may do both. In a gather the
-// first `communicating` CTAs push rows. In a reduction the last `communicating` CTAs fetch and sum. 0 means that two
-// ranks exchange, and that all CTAs push their tiles.
+// A launch has max(communicating, multiplying) CTAs, so a CTA may do both. In a gather the first `communicating` CTAs
+// push rows. In a reduction the last `communicating` CTAs fetch and sum. 0 means that two ranks exchange, and all CTAs
+// push their tiles.
 struct OverlapConfig {
   int block_n;          // tiles are 128 x block_n
   int band;             // pairs of rows of tiles that are computed before the next ones
@@ -44,8 +44,8 @@ OverlapConfig plan_overlap_with(const CollectiveMatmulShape& shape, const Hardwa
 struct PairOrder {
   int first = 0, lead = 0, parts = 1;
 };
-// Pairs that have only rows of this rank come first. Pairs of the other ranks follow, one of each rank in turn, as
-// their rows arrive. m: rows of one rank.
+// Pairs with only rows of this rank come first. Pairs of the other ranks follow, one of each rank in turn, as their
+// rows arrive. m: rows of one rank.
 PairOrder own_rows_first(int m, int rank, int ranks);
 
 }  // namespace jax_ep

@@ -1,6 +1,6 @@
-// matmul_all_reduce and matmul_reduce_scatter: every rank leaves its product in a buffer of its own and announces it
-// row block by row block. Each row has an owner, which fetches the row from all ranks, sums it in rank order in
-// float32, and writes the sum to every rank, or keeps it. Products of later row blocks run meanwhile.
+// matmul_all_reduce and matmul_reduce_scatter: every rank writes its product into its own buffer and announces it row
+// block by row block. Each row has an owner, which fetches the row from all ranks, sums it in rank order in float32,
+// and writes the sum to every rank, or keeps it. Products of later row blocks run at the same time.
 #pragma once
 
 #include "comm/op.h"
@@ -25,12 +25,12 @@ class SummedRows {
   const RowBlocks row_blocks;
   const Range kept;  // in the result
 
-  // This rank's rows of a row block. Every rank sums an equal part of each row block, so all ranks have equal work.
-  // In a reduce-scatter: the rows that this rank keeps.
+  // This rank's rows of a row block: an equal part, so all ranks have equal work. In a reduce-scatter: the rows that it
+  // keeps.
   JAX_EP_FN Range of(int row_block) const {
     return reduce_scatter_ ? overlap(row_blocks.chunk(row_block), kept) : of_rank(rank_, row_block);
   }
-  // The number of rows that come from `rank`: its parts of this rank's sums, and its sums.
+  // The rows that come from `rank`: its parts of this rank's sums, and its sums.
   JAX_EP_FN int received_from(int rank) const {
     const auto rows_in = [&](int row_block) {
       const Range mine = of_rank(rank_, row_block), theirs = of_rank(rank, row_block);
@@ -39,7 +39,6 @@ class SummedRows {
     const int last = row_blocks.chunks - 1;  // the other row blocks have one size
     return reduce_scatter_ ? kept.end - kept.begin : last * rows_in(0) + rows_in(last);
   }
-  // The most rows of this rank in a row block.
   JAX_EP_FN int most() const {
     return reduce_scatter_ ? row_blocks.block_rows : ceil_div(row_blocks.block_rows, ranks_);
   }
@@ -54,7 +53,7 @@ class SummedRows {
   const bool reduce_scatter_;
 };
 
-// Every coop that may sum calls it after its last sum. Peers wait for the last coop.
+// Every coop that may sum calls this after its last sum. Peers wait for the last coop.
 template <class T>
 JAX_EP_FN void conclude_reduction(Op& op, const MatmulReduceArgs& args) {
   const SummedRows rows(op.comm, args);
@@ -69,8 +68,8 @@ JAX_EP_FN void wait_concluded(Op& op, const MatmulReduceArgs& args) {
   op.wait_delivered(SummedRows(op.comm, args).row_blocks.chunks);
 }
 
-// The first chunk from `chunk` on that is missing from some rank. It looks at no more chunks than there are lanes, so
-// it may stop before `end`.
+// The first chunk from `chunk` on that is missing from some rank. Checks no more chunks than there are lanes, so it may
+// stop before `end`.
 JAX_EP_FN int delivered_until(const Op& op, int chunk, int end) {
   const int ranks = op.comm.size, most = smaller(end, chunk + larger(1, Coop::lanes / ranks));
   const int flags = (most - chunk) * ranks;
@@ -100,12 +99,12 @@ class MatmulReduce {
     part_values_ = static_cast<int>(batch * (batches < 1 ? 1 : batches < kMaxBatches ? batches : kMaxBatches));
   }
 
-  // Takes parts of row blocks in order, until none are left, and sums each once all ranks have announced its row block.
+  // Takes parts of row blocks in order, and sums each when all ranks have announced its row block.
   JAX_EP_FN void reduce() {
     const Range kept = rows_.kept;
     const int first = rows_.row_blocks.chunk_of(kept.begin);
     const int row_blocks = kept.begin < kept.end ? rows_.row_blocks.chunk_of(kept.end - 1) + 1 - first : 0;
-    int ready = first;  // all row blocks before it are here
+    int ready = first;  // all row blocks before it have arrived
     for (uint64_t issued = op_.ask_for_ticket(); op_.may_push();) {
       const int ticket = op_.take_ticket(issued), row_block = first + ticket / parts_per_row_block();
       if (row_block >= first + row_blocks) break;
@@ -113,7 +112,7 @@ class MatmulReduce {
       if (row_block >= ready) {
         ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {
-          sums_.finish();  // so that the current sum does not wait, too
+          sums_.finish();  // so that the current sum does not wait
           op_.wait_delivered(row_block);
           if (!op_.ok()) break;
           ready = row_block + 1;
@@ -140,7 +139,7 @@ class MatmulReduce {
     return static_cast<int>((int64_t{rows_.most()} * args_.n + part_values_ - 1) / part_values_);
   }
 
-  // A part is a range of values, which may cross rows, as there are no gaps between rows.
+  // A part is a range of values. It may span rows, which have no gaps.
   JAX_EP_FN void sum(Range rows, int part) {
     const int64_t end = int64_t{rows.end} * args_.n,
                   begin = int64_t{rows.begin} * args_.n + int64_t{part} * part_values_;
@@ -182,9 +181,9 @@ JAX_EP_FN void reduce_products(Op& op, const MatmulReduceArgs& args) {
   wait_concluded(op, args);
 }
 
-// A reduction of two ranks is one exchange. A rank leaves the part of its product that it keeps in its result, and
-// pushes the part that the peer keeps to the peer's landing. When the peer's part is here, the rank adds it. Both ranks
-// add the same two values, so their bits are equal.
+// A reduction between two ranks is one exchange. A rank stores the part of its product that it keeps in its result, and
+// pushes the part that the peer keeps to the peer's landing. Then it adds the peer's part. Both ranks add the same two
+// values, so their bits are equal.
 constexpr int kExchangingRanks = 2;
 
 // The places of the values of one rank's product. Rows are numbered in the whole product.
@@ -204,7 +203,7 @@ class MatmulExchange {
   JAX_EP_FN bool keeps(int row) const { return kept_.begin <= row && row < kept_.end; }
   JAX_EP_FN bool sends(int row) const { return sent_.begin <= row && row < sent_.end; }
 
-  // Where a value of this rank's product belongs, on this rank or at the peer. landing(): called after wait_posted().
+  // The place of a value of this rank's product, here or at the peer. landing(): called after wait_posted().
   JAX_EP_FN T* kept(int row, int column) const { return result_ + at(row, column); }
   JAX_EP_FN T* sent(T* landing, int row, int column) const { return landing + at(row, column); }
   JAX_EP_FN T* landing(const Op& op) const { return Window<T>(op, kWindow<&MatmulReduceArgs::partial>).peer(peer); }
@@ -213,7 +212,6 @@ class MatmulExchange {
     op.count_received_by(elected, [&](int) { return (kept_.end - kept_.begin) * int64_t{n_} * sizeof(T); });
   }
 
-  // Adds what has landed of some rows and columns.
   JAX_EP_FN void add(const Coop& coop, Range rows, Range columns) const {
     Packs packs(overlap(rows, kept_), columns, n_);
     for (int first = coop.lane; first < packs.count; first += kAhead * Coop::lanes) {
@@ -231,7 +229,7 @@ class MatmulExchange {
   }
 
  private:
-  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads in flight of a lane, of each operand
+  static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;  // loads in flight of a lane, per operand
 
   struct PackSpan {
     int64_t first;

@@ -11,13 +11,12 @@ constexpr int kWarpsPerCta = gemm::kThreads / 32;
 
 JAX_EP_FN int this_warp() { return gemm::uniform(threadIdx.x / Coop::lanes); }  // all lanes call
 
-// The named barriers of roles. The warps that multiply meet at 1 and 2. All roles of one warp per CTA share barrier 3,
-// where a warp waits for itself alone.
+// The named barriers of roles. The multiplying warps use 1 and 2. Roles of one warp per CTA share barrier 3, because
+// such a warp waits for no other.
 enum Barrier { kLoneWarps = 3, kCommunicators = 4, kWholeCtas = 5 };
 
 // A role: `warps` warps from `first_warp` on, in each of `ctas` CTAs from `first_cta` on. An op has the coops of all
-// its roles (Op::finish). The warps of a role in one CTA meet (Coop::cta_sync) at the role's named barrier, never at
-// barrier 0, which is for all threads.
+// its roles (Op::finish). Coop::cta_sync of a role uses its named barrier, never barrier 0, which is for all threads.
 struct Role {
   int first_warp, warps, first_cta, ctas;
   int barrier;

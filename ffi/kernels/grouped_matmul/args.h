@@ -1,5 +1,5 @@
-// The op of every grouped product of ffi/gemm, and which of them there are. It needs no group of ranks: everything is
-// on the device of the call, which is a Hopper.
+// The op of every grouped product of ffi/gemm, and which of them exist. It needs no group of ranks, and runs only on
+// Hopper.
 #pragma once
 
 #include <cstdint>
@@ -134,7 +134,7 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
       return wrong_side("none of a sum of products or of a gated unit of float8");
     if (x.gathered == gemm::Gathered::rhs && !by_contraction(x)) return wrong_side("none or lhs of groups of rows");
     if (x.source_rows < 1) return wrong("source_rows", "at least 1", x.source_rows);
-    if (x.gathered == gemm::Gathered::rhs)  // the kernel counts the rows of all groups' results
+    if (x.gathered == gemm::Gathered::rhs)  // the kernel counts result rows of all groups
       if (auto error = at_most("groups", x.groups, x.m)) return error;
     const int columns = !by_contraction(x) ? x.k : x.gathered == gemm::Gathered::lhs ? x.m : x.n;
     return at_most("source_rows", x.source_rows, columns / gemm::kTmaMultiple);

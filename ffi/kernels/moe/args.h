@@ -13,8 +13,7 @@
 
 namespace jax_ep {
 
-// How tokens travel. plain: in their dtype. float8: in float8, and receivers decode them. float8_rows: in float8, and
-// receivers do not decode them.
+// How tokens travel. plain: in their dtype. float8: in float8, decoded on arrival. float8_rows: in float8, not decoded.
 enum class Wire : uint8_t { plain, float8, float8_rows };
 template <>
 struct NamesOf<Wire> {
@@ -22,15 +21,14 @@ struct NamesOf<Wire> {
       {"plain", Wire::plain}, {"float8", Wire::float8}, {"float8_rows", Wire::float8_rows}};
 };
 
-// Whether each rank sends its ids and weights to all ranks, and works out the whole routing (RoutingByAssignments): if
-// its tokens are few, and a mailbox has room for their assignments.
+// Whether each rank sends its ids and weights to all ranks and computes the whole routing (RoutingByAssignments): if it
+// has few tokens, and a mailbox has room for their assignments.
 constexpr bool routes_by_assignments(int num_tokens, int top_k) {
   return num_tokens <= kFewTokens && num_tokens * top_k <= kMaxAssignments;
 }
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
-// All tokens are eager if they are routed by assignments, or if receivers decode them: decoding needs landing slots
-// anyway.
+// All tokens are eager if they are routed by assignments, or decoded on arrival, which needs landing slots anyway.
 constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
   const bool all = routes_by_assignments(num_tokens, top_k) || wire == Wire::float8;
   return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
@@ -43,44 +41,42 @@ struct DispatchArgs {
   int num_tokens, top_k, hidden, num_experts, capacity, alignment;
   Wire wire;
   bool drop;
-  bool expand = true;          // copies each token to all of its rows; else it stays in its slot, `source * T + token`
-  bool zero_unused = true;     // rows past the last expert's
+  bool expand = true;          // copies each token to all its rows; else it stays in slot `source * T + token`
+  bool zero_unused = true;     // zeroes rows after the last expert's
   const char* tokens;          // [T, H]
   const int32_t* expert_ids;   // [T, K]
   const float* token_weights;  // [T, K]
   char* rows;                  // [M, H]
   float* scales;               // [M, H / 128], of rows in float8
-  int32_t* indices;            // [C] the slot of each row, or -1, if the op does not expand
+  int32_t* indices;            // [C] without expansion: the slot of each row, or -1
   int32_t* group_sizes;        // [L]
   int32_t* targets;            // [T, K]
-  int32_t* row_of;             // [R, T, K] the row here of a source rank's assignment, or -1
+  int32_t* row_of;             // [R, T, K] the row here of a source's assignment, or -1
   float* weights;              // [R, T, K] of the assignments in row_of, else 0
   int32_t* counts;             // [R, L]
   int32_t* dropped;            // [1]
   int32_t* invalid;            // [1]
   int32_t* route_scratch;
   bool by_assignments;  // routes_by_assignments()
-  int eager;            // the number of eager tokens, which are the first ones
+  int eager;            // the first `eager` tokens are eager
   char* landing;        // [R, eager] landing slots; null if tokens land in `rows`
 
   // Whether tokens land in their final slots of `rows`.
   JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
 };
 
-// Bytes of a token's landing slot. It holds messages in float8, values in float8 and their scales, or plain values.
+// Bytes of a token's landing slot, by wire: a float8 message, float8 values and their scales, or plain values.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire == Wire::float8) return wire_bytes(a.hidden);
   return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
                                      : int64_t{a.hidden} * size_of(a.dtype);
 }
 
-// DispatchArgs for the kernel of each Wire.
 struct PlainDispatchArgs : DispatchArgs {};
 struct Float8DispatchArgs : DispatchArgs {};
 struct Float8RowsDispatchArgs : DispatchArgs {};
 
-// The leaves of a routing that users pass to scatter and combine. A report's `detail` is the leaf with a value out of
-// bounds.
+// The leaves of a user's routing in scatter and combine. A report's `detail` is the leaf with a value out of bounds.
 enum class RoutingLeaf : int32_t { targets, row_of, counts };
 struct RoutedDefaults : OpDefaults {
   static std::string describe_invalid(const Report& report) {
@@ -95,8 +91,8 @@ struct RoutedDefaults : OpDefaults {
 struct ScatterArgs {
   DType dtype;
   int num_tokens, top_k, hidden, local_experts, capacity, alignment;
-  bool onto;                // `rows` begins as an operand, and keeps its rows without a token; there are no counts
-  bool zero_unused = true;  // rows past the last expert's
+  bool onto;                // `rows` starts as an operand and keeps rows without a token; no counts
+  bool zero_unused = true;  // zeroes rows after the last expert's
   const char* tokens;       // [T, H]
   const int32_t* targets;   // [T, K]
   const int32_t* row_of;    // [R, T, K]
@@ -123,7 +119,7 @@ struct GroupedCombineArgs : CombineArgs {};
 // The terms of a token's sum: a row of each peer, and this rank's own rows.
 JAX_EP_CONSTANT_FN int combine_width(const CombineArgs& args, int ranks) { return ranks - 1 + args.top_k; }
 
-// What is wrong with the rows of an op along a routing.
+// What is wrong with the rows of an op with a routing.
 template <class Args>
 std::optional<std::string> validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
@@ -148,7 +144,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   using Args = DispatchArgs;
   static constexpr const char* kFfiTarget = "dispatch";
   static constexpr KindName kKinds[] = {{OpKind::dispatch, "dispatch"}};
-  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates};  // few tokens may be many rows where they arrive
+  static constexpr LaunchPolicy kLaunch{Senders::by_dispatch_rates};  // few tokens may become many rows
 
   template <class Visit>
   static constexpr void settings(Visit visit) {
@@ -184,8 +180,8 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire != Wire::plain}; }
 
-  // Peers write `rows` and `scales` if some tokens do not go through `landing`. They write `row_of` and `weights`
-  // unless each rank works out the whole routing itself.
+  // Peers write `rows` and `scales` if some tokens do not go through `landing`, and `row_of` and `weights` unless each
+  // rank computes the whole routing.
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {
     const int tokens = a.num_tokens, top_k = a.top_k, local = a.num_experts / ranks;

@@ -1,5 +1,4 @@
-// How a dispatch numbers rows, cuts tokens up and lays out segments, and the sizes of its scratch. Kernels and the host
-// use the same arithmetic.
+// The numbering of rows, the chunks of tokens, the segments, and the scratch of a dispatch, for kernels and the host.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +9,20 @@
 
 namespace jax_ep {
 
-// A mailbox has a number for each expert (RoutingByCounts), or one for each assignment of a rank
-// (RoutingByAssignments).
+// A mailbox has a number per expert (RoutingByCounts) or per assignment of a rank (RoutingByAssignments).
 constexpr int kMaxExperts = kMailNumbers;
 constexpr int kMaxAssignments = kMailNumbers;
-// How tokens are cut up. Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
-constexpr int kFewTokens = 512;     // the most tokens of a rank that are few: each is then a chunk
-constexpr int kChunkTokens = 512;   // the least tokens of a chunk if tokens are not few
+// Tuned with `kernels_bench 2`, and for few tokens with `kernels_bench 2 few`.
+constexpr int kFewTokens = 512;     // up to this number of tokens, each token is a chunk
+constexpr int kChunkTokens = 512;   // the least tokens of a chunk otherwise
 constexpr int kMaxChunks = 16;      // of a source
-constexpr int kEagerTokens = 1024;  // travel before their rows are known
+constexpr int kEagerTokens = 1024;  // the most eager tokens, unless all are
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
 
 // Assignments per routing CTA. Tuned with `kernels_bench 2`.
 constexpr int kRoutingAssignments = Coop::lanes == 1 ? 256 : 2048;
 
-// A row at the rank that owns an expert. Packed into one number; -1 stands for none.
+// A row at the rank that owns an expert. Packed into one number, or -1 for none.
 struct Target {
   int owner, row;
 };
@@ -47,8 +45,8 @@ struct Segment {
   int start, rows, padded;
 };
 
-// Lays out the local experts in order, one lane for each. All lanes call visit(expert, segment) together; a lane past
-// the last expert has an empty segment. Returns the end of the last segment. `rows_of(expert)` counts the expert's
+// Lays out the local experts in order, with a lane for each. All lanes call visit(expert, segment) together. A lane
+// past the last expert has an empty segment. Returns the end of the last segment. `rows_of(expert)`: the number of its
 // assignments.
 template <class RowsOf, class Visit>
 JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignment, RowsOf rows_of, Visit visit) {
@@ -74,8 +72,8 @@ JAX_EP_FN int for_each_segment(const Coop& coop, int local_experts, int alignmen
 
 constexpr int kMaxRoutingCtas = 16;
 
-// Scratch of routing: tables that follow each other. A histogram has a bin for each expert, and one for invalid ids.
-// The tables from `shifts` on exist if rows may be dropped (Overfull).
+// Scratch tables of routing. A histogram has a bin for each expert, and one for invalid ids. The tables from `shifts`
+// on exist if rows may be dropped (Overfull).
 struct RouteScratch {
   enum Table { kCoopBins, kCtaBins, kFirstRows, kTotals, kNeeded, kShifts, kEnds, kAssignmentCounts, kTables };
 
@@ -107,7 +105,6 @@ JAX_EP_CONSTANT_FN int64_t route_scratch_ints(int num_experts, int ranks, bool d
   return RouteScratch::ints_before(drop ? RouteScratch::kTables : RouteScratch::kShifts, num_experts, ranks);
 }
 
-// CTAs that take part in routing.
 JAX_EP_FN int routing_ctas(int assignments, int per_cta, int ctas) {
   const int wanted = ceil_div(assignments, per_cta);
   return larger(1, smaller(wanted, smaller(ctas, kMaxRoutingCtas)));

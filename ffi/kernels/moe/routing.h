@@ -1,5 +1,5 @@
-// Routing: the routing coops of a rank work out the row of each assignment of a dispatch. The other coops wait for the
-// results that they need. Rows are ordered by (expert, source rank, token, k) with any number of coops.
+// Routing: the routing coops of a rank compute the row of each assignment of a dispatch. The other coops wait for
+// results that they need. The order of rows, (expert, source rank, token, k), does not depend on the number of coops.
 #pragma once
 
 #include "comm/ctas.h"
@@ -12,18 +12,16 @@
 
 namespace jax_ep {
 
-// An assignment, without its token.
 struct Assignment {
   int expert;
   float weight;
 };
 
-// Counts items by bin, and gives each item its position in its bin; both are the same with any number of coops. The
-// routing coops are those of the first CTAs to begin. Their histograms are in shared memory if there is room.
+// Counts items by bin, and gives each item its position in its bin. The routing coops are those of the first CTAs to
+// begin. Their histograms are in shared memory if there is room.
 class Histogram {
  public:
-  // Counts `items` assignments, with a bin for every expert, and a last bin for ids out of range. All coops of a
-  // CTA call together.
+  // `items` assignments, with a bin for every expert and one for ids out of range. All coops of a CTA call together.
   JAX_EP_FN Histogram(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
         scratch_{args.route_scratch, args.num_experts, op.comm.size},
@@ -32,7 +30,6 @@ class Histogram {
         mine_(part_of_coop(items)) {}
 
   JAX_EP_FN bool routes() const { return !coop_.cta.empty(); }
-  // This coop among the routing coops: whether it is the first, or in the first CTA, and its part.
   JAX_EP_FN bool is_first() const { return coop_.index == 0; }
   JAX_EP_FN bool is_first_cta() const { return coop_.cta.index == 0; }
   // Whether this is the last coop of the first CTA, the last coop to have work.
@@ -40,8 +37,8 @@ class Histogram {
   JAX_EP_FN Part part() const { return {coop_.index, coop_.count}; }
   JAX_EP_FN void barrier() const { op_.barrier_of_first(ctas_); }
 
-  // Counts the experts of assignment_of(item) for every item, and calls take(bin, total) once for every bin. On return
-  // all routing coops see what take() wrote.
+  // Counts the experts of assignment_of(item) over all items, and calls take(bin, total) once per bin. On return all
+  // routing coops see what take() wrote.
   template <class AssignmentOf, class Take>
   JAX_EP_FN void count(AssignmentOf assignment_of, Take take) {
     int32_t* mine = bins(coop_.in_cta.index);
@@ -59,8 +56,8 @@ class Histogram {
     barrier();
   }
 
-  // Calls visit(item, bin, position, weight) for this coop's part. first_of(expert) is the first position of a bin.
-  // All lanes call visit together: item is -1 past the last item, and bin is -1 for a skipped assignment.
+  // Calls visit(item, bin, position, weight) for this coop's part. first_of(expert) is the first position of a bin. All
+  // lanes call visit together: item is -1 past the last item, bin is -1 for a skipped assignment.
   template <class AssignmentOf, class FirstOf, class Visit>
   JAX_EP_FN void number(AssignmentOf assignment_of, FirstOf first_of, Visit visit) {
     int32_t* mine = bins(coop_.in_cta.index);
@@ -79,11 +76,10 @@ class Histogram {
              [&](int item, int bin, float weight) { visit(item, bin, take_position(mine, bin), weight); });
   }
 
-  // How many values a lane loads before it uses the first.
+  // Values that a lane loads before it uses the first.
   static constexpr int kAhead = Coop::lanes == 1 ? 1 : 8;
 
  private:
-  // This coop, numbered among the routing coops.
   JAX_EP_FN static Coop as_routing_coop(Op& op, int wanted) {
     const Coop& coop = op.coop;
     if (coop.cta.index >= wanted) return as_member(coop, {});
@@ -107,16 +103,15 @@ class Histogram {
     return {cta.begin + mine.begin, cta.begin + mine.end};
   }
 
-  // The bin of an expert id; -1 for a skipped assignment. Ids out of range share the bin past the last expert's.
+  // The bin of an expert id, or -1 for a skipped assignment. Ids out of range share the bin after the last expert's.
   JAX_EP_FN int bin_of(int expert) const {
     if (expert == -1) return -1;
     return expert >= 0 && expert < scratch_.num_experts ? expert : scratch_.num_experts;
   }
 
-  // Items are read from memory a few steps ahead.
   template <class AssignmentOf, class Visit>
   JAX_EP_FN void for_each(AssignmentOf assignment_of, Visit visit) {
-    if (!op_.ok()) return;  // mail that did not come in time must not be read
+    if (!op_.ok()) return;  // mail that came too late must not be read
     for (int first = mine_.begin; first < mine_.end; first += kAhead * Coop::lanes) {
       if (first != ahead_from_)
         for (int i = 0; i < kAhead; ++i)
@@ -145,7 +140,7 @@ class Histogram {
     return next;
   }
 
-  // Replaces each coop's histogram by the sum over the earlier coops of its CTA, and sums over all coops of the CTA.
+  // Replaces each coop's histogram by the sum over earlier coops of its CTA, and sums over all coops of the CTA.
   template <class Take>
   JAX_EP_FN void sum_over_cta(Take take) {
     const Coop& coop = coop_;
@@ -184,11 +179,10 @@ class Histogram {
   const Coop coop_;
   const int ctas_;
   const Range mine_;
-  Assignment ahead_[kAhead];  // a lane's items from ahead_from_ on; a small part is read only once
+  Assignment ahead_[kAhead];  // a lane's items from ahead_from_ on
   int ahead_from_ = -1;
 };
 
-// The results of the routing coops, for all coops of a rank.
 class RoutingResults {
  public:
   JAX_EP_FN RoutingResults(Op& op, const DispatchArgs& args) : op_(op), args_(args), segments_(op, args) {}
@@ -199,11 +193,10 @@ class RoutingResults {
     return segments_.counts();
   }
 
-  // Waits until this rank's assignments have their rows.
   JAX_EP_FN void await_placed() const { op_.wait_here(&op_.signal_pad->placed[op_.comm.rank]); }
 
-  // Waits until the assignments of all ranks have their rows, and returns whether there is room for all. In
-  // routing by assignments this rank itself places all of them.
+  // Waits until the assignments of all ranks have rows, and returns whether there is room for all. With
+  // RoutingByAssignments this rank places all of them.
   JAX_EP_FN bool all_placed() const {
     await_placed();
     if (!args_.by_assignments) op_.wait(&SignalPad::placed);
@@ -216,8 +209,8 @@ class RoutingResults {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch. If a token is not eager, its ticket waits for the tokens' rows. There are no more
-// tokens once the op has failed.
+// Hands out the tokens of a dispatch. The ticket of a token that is not eager waits for the rows of all tokens. There
+// are no more tokens once the op has failed.
 class RoutedTokens {
  public:
   JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const RoutingResults& routed)
@@ -239,7 +232,7 @@ class RoutedTokens {
     const Range tokens = next_range();
     return tokens.begin < tokens.end ? tokens.begin : -1;
   }
-  static constexpr bool kSteals = false;  // all tokens are handed out by ticket
+  static constexpr bool kSteals = false;  // all tokens have tickets
   JAX_EP_FN int next_stolen() const { return -1; }
 
  private:
@@ -251,8 +244,7 @@ class RoutedTokens {
 };
 
 // Posts the buffers of a dispatch. All coops call, before they route. The last coop of the last CTA posts, because the
-// routing coops have other work. If the last CTA has no SM yet, the last coop of the first routing CTA posts
-// (Routing::post_if_late).
+// routing coops have other work. If that CTA has no SM yet, Routing::post_if_late posts.
 JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
   op.record_begin(op.is_recorder());
   op.post_by(op.coop.index == (Coop::lanes == 1 ? 0 : op.coop.count - 1), window_addresses(args, op.comm.size));
@@ -260,7 +252,7 @@ JAX_EP_FN void post_dispatch(Op& op, const DispatchArgs& args) {
 
 class Routing {
  protected:
-  // `items`: assignments that this rank counts; `per_cta`: those of a routing CTA.
+  // `items`: assignments that this rank counts. `per_cta`: assignments per routing CTA.
   JAX_EP_FN Routing(Op& op, const DispatchArgs& args, int items, int per_cta)
       : op_(op),
         args_(args),
@@ -268,17 +260,16 @@ class Routing {
         segments_(op, args),
         local_(args.num_experts / op.comm.size) {}
 
-  // Begins to load whether this rank has posted. Called after the peers' expert counts, or ids, have arrived. On a CPU
-  // this coop has posted.
+  // Begins to load whether this rank has posted. Called after the peers' mail has arrived. On a CPU this coop has
+  // posted.
   JAX_EP_FN uint64_t ask_posted() const {
     return Coop::lanes > 1 && histogram_.is_responsible() ? op_.ask_posted() : ~uint64_t{0};
   }
-  // Posts if the last CTA is late. Called after the layout or the count, with what ask_posted() returned.
+  // Posts if the last CTA is late. Called after the layout or the count, with the result of ask_posted().
   JAX_EP_FN void post_if_late(uint64_t issued) {
     op_.post_by(op_.is_earlier(issued), window_addresses(args_, op_.comm.size));
   }
 
-  // The row of the first assignment of an expert that this rank places, for Histogram::number.
   JAX_EP_FN auto first_rows() const {
     return [this](int e) { return segments_.first_row(e); };
   }
@@ -294,8 +285,8 @@ class Routing {
   const int local_;
 };
 
-// Routes by counts. Every rank counts its assignments per expert, exchanges the counts, and derives the row of each
-// of its assignments, while the eager tokens travel.
+// Every rank counts its assignments per expert, exchanges the counts, and derives the row of each of its assignments,
+// while the eager tokens travel.
 class RoutingByCounts : Routing {
  public:
   JAX_EP_FN RoutingByCounts(Op& op, const DispatchArgs& args)
@@ -335,7 +326,7 @@ class RoutingByCounts : Routing {
                      });
   }
 
-  // Derives the segments of every rank from all ranks' counts, and in each segment the first row of this rank's part.
+  // Derives the segments of every rank, and the first row of this rank's part in each.
   JAX_EP_FN void lay_out() {
     const Comm& comm = op_.comm;
     const ReceivedMail mail(op_);
@@ -360,7 +351,7 @@ class RoutingByCounts : Routing {
   }
 
   // Writes the targets of this coop's assignments, and every rank's row_of and weights for them. An assignment without
-  // room has no row. If nothing may be dropped and some rank lacks room, no assignment has a row.
+  // room has no row. If rows may not be dropped and some rank lacks room, no assignment has a row.
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const bool fits = segments_.rank_without_room() < 0;
@@ -394,8 +385,8 @@ class RoutingByCounts : Routing {
   }
 };
 
-// Routes few tokens by assignments. Every rank sends its assignments to all ranks, and each rank works out the whole
-// routing. Ranks exchange messages only once, while the tokens travel to landing slots.
+// For few tokens. Every rank sends its assignments to all ranks, and each rank computes the whole routing. Ranks
+// exchange messages only once, while the tokens travel to landing slots.
 class RoutingByAssignments : Routing {
  public:
   JAX_EP_FN RoutingByAssignments(Op& op, const DispatchArgs& args)
@@ -450,7 +441,7 @@ class RoutingByAssignments : Routing {
     op_.signal(&SignalPad::mailed, histogram_.is_first());
   }
 
-  // Assignment number `item` of all ranks' assignments, in the order of the ranks.
+  // Assignment `item` of all ranks, in the order of the ranks.
   JAX_EP_FN Assignment assignment(int item) const {
     const int source = by_rank_.quotient(item), at = item - source * per_rank_;
     const ReceivedMail mail(op_);
@@ -470,8 +461,8 @@ class RoutingByAssignments : Routing {
                      });
   }
 
-  // Writes row_of and weights of this rank, and the targets of its own assignments. If nothing may be dropped and some
-  // rank lacks room, some assignments still have rows, which no coop uses (RoutingResults::all_placed).
+  // Writes row_of and weights of this rank, and the targets of its own assignments. If rows may not be dropped and some
+  // rank lacks room, no coop uses them (RoutingResults::all_placed).
   JAX_EP_FN void place() {
     op_.enter(Phase::place);
     const Divider by_local(local_);

@@ -1,6 +1,6 @@
-// The layout of every rank's rows: a segment for each of its experts. If a rank has too few rows and the dispatch may
-// drop, experts get max-min fair quotas of its rows, and so do the source ranks of each expert.
-// jax_ep/ops/moe/layout.py has the same for XLA.
+// The layout of every rank's rows: a segment for each of its experts. If rows must be dropped, experts get max-min fair
+// quotas of a rank's rows, and source ranks get such quotas of each expert's rows. jax_ep/ops/moe/layout.py has the
+// same for XLA.
 #pragma once
 
 #include "comm/op.h"
@@ -11,9 +11,8 @@
 
 namespace jax_ep {
 
-// How many rows each local expert has.
 struct RowCounts {
-  const int32_t* counts;  // [sources, local_experts]: a source is a rank, or the only one stands for all ranks
+  const int32_t* counts;  // [sources, local_experts]: by rank, or one source for all ranks
   int sources, local_experts;
   int end;  // of the last segment, or -1 if it is not known
 
@@ -24,14 +23,14 @@ struct RowCounts {
   }
 };
 
-// The most that each sharer gets: `level`, plus one for the sharers before `until`.
+// Each sharer gets at most `level`, or one more before `until`.
 struct Quotas {
   int level, until;
 
   JAX_EP_FN int of(int sharer) const { return level + (sharer < until); }
 };
 
-// The last value up to `high` that fits. 0 fits, and so does every value before one that fits.
+// The largest value up to `high` that fits. 0 fits, and every value below one that fits.
 template <class Fits>
 JAX_EP_FN int last_to_fit(int high, Fits fits) {
   int low = 0;
@@ -45,7 +44,7 @@ JAX_EP_FN int last_to_fit(int high, Fits fits) {
   return low;
 }
 
-// The largest quotas that fit `room`. sum_of(quotas) adds up what the sharers take: the least of quota and demand.
+// The largest quotas that fit `room`. sum_of(quotas): the sum over sharers of the smaller of quota and demand.
 template <class Sum>
 JAX_EP_FN Quotas fair_quotas(int sharers, int room, Sum sum_of) {
   const int level = last_to_fit(room, [&](int level) { return sum_of(Quotas{level, 0}) <= room; });
@@ -64,9 +63,9 @@ JAX_EP_COLD_FN Quotas step_quotas(Coop coop, const int32_t* counts, int sources,
   });
 }
 
-// A rank with a demand for more rows than it has. Rows are first numbered as if there were room for all. Two tables of
-// the scratch, [ranks, experts], turn a number into a row. An assignment's row is number + shift; if that is not below
-// `ends`, the assignment is dropped. A third table, `assignment_counts`, has count() if mail has assignments.
+// A rank that needs more rows than it has. Rows are first numbered as if there were room for all. Two scratch tables,
+// [ranks, experts], turn a number into a row: an assignment's row is number + shift, and the assignment is dropped if
+// that is not below `ends`. A third table, `assignment_counts`, has count() if mail has assignments.
 struct Overfull {
   RouteScratch scratch;
   int owner, rank;  // the overfull rank, and this rank
@@ -94,8 +93,8 @@ JAX_EP_FN void count_by_expert(const Coop& coop, const Overfull& over, int first
   coop.sync();
 }
 
-// Divides the rows of an expert among its sources. Rows left over go one each to the sources, starting at source
-// `expert` modulo the ranks, so that different experts favour different sources. One lane calls.
+// Divides the rows of an expert among its sources. Rows left over go one each to sources from `expert` modulo the ranks
+// on, so that different experts favour different sources. One lane calls.
 JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& segment) {
   const int ranks = over.scratch.ranks, begin = expert % ranks;
   const auto kept = [&](int source, Quotas quotas) {
@@ -120,8 +119,8 @@ JAX_EP_FN void divide_segment(const Overfull& over, int expert, const Segment& s
   }
 }
 
-// Divides the rows of the rank among its experts, and sets `totals` to what they keep. All lanes of one coop call.
-// Arguments go by value, as this call is not inlined and references would force the caller's variables into memory.
+// Divides the rows of the rank among its experts, and sets `totals` to the rows that they keep. All lanes of one coop
+// call. Not inlined, so arguments are values: references would force the caller's variables into memory.
 JAX_EP_COLD_FN void divide_rows(Coop coop, Overfull over) {
   const int ranks = over.scratch.ranks, local = over.scratch.num_experts / ranks, first = over.owner * local;
   int32_t* const rows = over.scratch.totals() + first;
@@ -152,9 +151,8 @@ class Segments {
         scratch_{args.route_scratch, args.num_experts, op.comm.size} {}
 
   // Lays out the owners of this coop's part. Writes `needed` of each owner and the first row of each of its experts;
-  // for this rank also group_sizes, and calls own(e) for each local expert. If rows do not fit and may be dropped,
-  // divides them. rows_of(expert) counts the rows of all sources; before(expert) counts the rows before those that
-  // this rank places.
+  // for this rank also group_sizes, and calls own(e) for each local expert. Divides rows that do not fit if they may be
+  // dropped. rows_of(expert): rows of all sources. before(expert): rows before those that this rank places.
   template <class RowsOf, class Before, class Own>
   JAX_EP_FN void lay_out(Part part, RowsOf rows_of, Before before, Own own) const {
     for (int owner = part.index; op_.ok() && owner < op_.comm.size; owner += part.count) {
@@ -173,7 +171,7 @@ class Segments {
     }
   }
 
-  // [E] the assignments of each expert. In routing by assignments, the caller counts them before lay_out().
+  // [E] the assignments of each expert. With RoutingByAssignments the caller counts them before lay_out().
   JAX_EP_FN int32_t* totals() const { return scratch_.totals(); }
 
   // The row of the first assignment of an expert that this rank places.
@@ -193,7 +191,7 @@ class Segments {
     return kept < scratch_.ends()[at] ? kept : -1;
   }
 
-  // The first rank that would receive more than its capacity, or -1. All ranks come to the same answer.
+  // The first rank that would receive more than its capacity, or -1. The same on all ranks.
   JAX_EP_FN int rank_without_room() const {
     for (int first = 0; first < op_.comm.size; first += Coop::lanes) {
       const int rank = first + op_.coop.lane, rows = rank < op_.comm.size ? scratch_.needed()[rank] : 0;

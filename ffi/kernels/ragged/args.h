@@ -1,4 +1,4 @@
-// The arguments of ragged_all_to_all: plain pointers into XLA's buffers of this rank, and the sizes.
+// The arguments of ragged_all_to_all: pointers into XLA's buffers of this rank, and the sizes.
 #pragma once
 
 #include <cstdint>

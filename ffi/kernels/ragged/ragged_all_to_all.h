@@ -13,7 +13,7 @@ JAX_EP_FN bool inside(int64_t begin, int64_t size, int64_t rows) {
   return begin >= 0 && size >= 0 && begin + size <= rows;
 }
 
-// Whether a slice must be sent: it is neither empty nor out of bounds. Reports a slice that is out of bounds.
+// Whether a slice must be sent: it is neither empty nor out of bounds. Reports a slice out of bounds.
 JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) {
   const int64_t size = args.send_sizes[index], from = args.input_offsets[index], to = args.output_offsets[index];
   if (size == 0) return false;
@@ -21,7 +21,7 @@ JAX_EP_FN bool check_slice(Op& op, const RaggedArgs& args, int peer, int index) 
   if (sendable && inside(to, size, args.output_rows)) return true;
   if (op.coop.lane == 0)
     op.report_invalid(peer, 0, sendable ? args.output_rows : args.operand_rows, (sendable ? to : from) + size);
-  op.refuse();  // as the peer waits for the slice
+  op.refuse();  // because the peer waits for the slice
   return false;
 }
 

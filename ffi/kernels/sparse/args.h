@@ -1,6 +1,6 @@
 // The arguments of the two ops of sparse_all_reduce. Shapes: R ranks, N entries a rank, D values a row, C capacity.
 //
-// Places 0 .. U - 1 are the row ids of all ranks, each once, in order. An entry without a row has the place U.
+// Places 0 .. U - 1 number the different row ids of all ranks, in order. An entry without a row has the place U.
 #pragma once
 
 #include <algorithm>
@@ -13,18 +13,18 @@
 
 namespace jax_ep {
 
-constexpr int kMissing = 2;  // counters of what is missing in a result
+constexpr int kMissing = 2;  // counters: see all_missing
 
 struct SparseUnionArgs {
   int entries, num_rows, capacity;
-  bool sharded;            // a rank's result holds the ids of its own range of the table only
+  bool sharded;            // a rank's result has only the ids of its range of the table
   const int32_t* ids;      // [N] in any order; num_rows where there is none
-  const int32_t* missing;  // [2] entries ignored and ids dropped before, for the user
+  const int32_t* missing;  // [2] entries ignored and ids dropped earlier
   int32_t* indices;        // [C] of this rank's result
   int32_t* places;         // [R, N] of the entries of all ranks
   int32_t* bounds;         // [R + 1] ids below the range of each rank, and all ids
   int32_t* all_missing;    // [2] over all ranks
-  uint32_t* bits;          // a bit per row of the table and one more: whether some rank has the id
+  uint32_t* bits;          // a bit per row of the table, and one more: some rank has the id
   int32_t* prefix;         // ids below each word of `bits`
   int32_t* coop_counts;    // [kMaxCoops] ids in each coop's words
 };
@@ -38,19 +38,19 @@ constexpr int32_t kNoEntry = INT32_MAX;
 struct SparseReduceArgs {
   DType dtype;
   int entries, hidden, capacity;
-  int places_kept;   // most places that a result can use: the length of the table of runs
-  int landing_room;  // rows that each peer may push to the landing; 0: owners fetch all rows
+  int places_kept;   // most places of a result: the length of `runs`
+  int landing_room;  // rows that each peer may push; 0: owners fetch all rows
   bool sharded, drop;
-  bool by_count;          // rows are divided by their number of entries ...
-  float scale;            // ... else multiplied by this
+  bool by_count;          // rows are divided by their number of entries
+  float scale;            // otherwise they are multiplied by this
   const char* values;     // [N, D]
   const int32_t* places;  // [R, N]
   const int32_t* bounds;  // [R + 1]
   char* result;           // [C, D]
   Run* runs;              // [R, places_kept]
-  int32_t* heads;         // [places_kept] where the chain of this rank's entries of a row begins
+  int32_t* heads;         // [places_kept] the head of the chain of this rank's entries of a row
   int32_t* next;          // [N] in that chain
-  int32_t* list_entries;  // [N] lists of the entries of each row that has several on this rank, in order
+  int32_t* list_entries;  // [N] lists of a row's entries, if this rank has several, in order
   int32_t* begins;        // [places_kept] where the list of a row begins
   int32_t* listed;        // [1] the length of all lists
   int32_t* long_places;   // [N] the places of rows with long lists
@@ -60,13 +60,13 @@ struct SparseReduceArgs {
   float* partials;        // [N, D] sums over entries of this rank, at the first of them
 };
 
-// The most coops of a rank that count ids of sparse_union, for which its scratch is sized.
+// The most coops that count ids of sparse_union.
 constexpr int kMaxCoops = 1024;
 
 JAX_EP_CONSTANT_FN int bitmap_words(int num_rows) { return num_rows / 32 + 1; }
 
-// The landing of sparse_reduce: a table of where the holders' partial sums are, by place, then room for those of
-// every other rank. A sharded result has no landing, as its owners would only wait.
+// The landing of sparse_reduce: a table of the positions of the holders' partial sums, by place, then the partial sums
+// of every other rank. A sharded result has no landing, because its owners would only wait.
 JAX_EP_CONSTANT_FN int landing_room(int entries, int ranks, bool sharded) {
   return ranks > 1 && !sharded ? (entries + ranks - 2) / (ranks - 1) : 0;
 }

@@ -1,7 +1,7 @@
-// sparse_reduce: one of the ranks that hold a row owns it. The others send their partial sums to the owner, which
-// adds them up and writes the sum into the row's place of the result on every rank.
+// sparse_reduce: one of the ranks that hold a row owns it. The others send their partial sums to the owner, which adds
+// them up and writes the sum into the row's place in the result of every rank.
 //
-// A rank first sums its own entries of a row, so that each row crosses the wire once.
+// A rank first sums its own entries of a row, so that each row is sent once.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +24,8 @@ JAX_EP_FN int pick_owner(uint64_t holders, int place) {
   return lowest_bit(holders);
 }
 
-// Where an owner receives other holders' partial sums of its rows. A holder has room for some of them at each owner,
-// and fills it in any order. If there is no room for a partial sum, the owner fetches it from its holder.
+// An owner receives other holders' partial sums here. A holder has room for some of them at each owner, and fills it in
+// any order. The owner fetches a partial sum without room from its holder.
 class SparseLanding {
  public:
   JAX_EP_FN SparseLanding(const Op& op, const SparseReduceArgs& args, int64_t row_bytes)
@@ -43,7 +43,7 @@ class SparseLanding {
       for (int rank = op_.coop.lane; rank < op_.comm.size; rank += Coop::lanes) args_.sent[rank] = 0;
   }
 
-  // Where this rank may put its partial sum of a row at the owner, or null. All lanes ask together.
+  // The address for this rank's partial sum of a row at the owner, or null. All lanes call.
   JAX_EP_FN char* claim(int owner, int place) const {
     int row_in_room = 0;
     if (op_.coop.lane == 0) row_in_room = atomic_add(&args_.sent[owner], 1);
@@ -54,8 +54,7 @@ class SparseLanding {
     return row(landing, owner, op_.comm.rank, row_in_room);
   }
 
-  // The partial sum of another holder, or null if it is not in the landing. Called after all ranks have delivered
-  // kPartials.
+  // The partial sum of another holder, or null if it is not in the landing. Called after kPartials of all ranks.
   JAX_EP_FN const char* find(int holder, int place) const {
     if (!has_room()) return nullptr;
     const int row_in_room = *table_entry(args_.landing, holder, place);
@@ -90,12 +89,12 @@ class SparseReduce {
         landing_(op, args, row_bytes_),
         sums_(op.coop, words_) {}
 
-  // The rows of a rank's result: at least 0, even if the bounds are wrong.
+  // The rows of a rank's result, not negative even if the bounds are wrong.
   JAX_EP_FN int rows_of(int rank) const {
     const int begin = args_.sharded ? larger(0, args_.bounds[rank]) : 0;
     return larger(0, larger(0, args_.bounds[args_.sharded ? rank + 1 : op_.comm.size]) - begin);
   }
-  // The first rank whose rows exceed the capacity, or -1. All ranks come to the same answer.
+  // The first rank whose rows exceed the capacity, or -1. The same on all ranks.
   JAX_EP_FN int rank_without_room() const {
     for (int rank = 0; !args_.drop && rank < op_.comm.size; ++rank)
       if (rows_of(rank) > args_.capacity) return rank;
@@ -115,8 +114,8 @@ class SparseReduce {
     op_.barrier();
   }
 
-  // Sends rows that only this rank holds to the results, and this rank's partial sums of other rows to their
-  // owners. Waits for no peer.
+  // Sends rows that only this rank holds to the results, and partial sums of other rows to their owners. Waits for no
+  // peer.
   JAX_EP_FN void push() {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
@@ -133,11 +132,10 @@ class SparseReduce {
     for_each_row([&] { return op_.ask_for_ticket(); },
                  [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
                  [&](const Row& row) { sum(row); }, [](const Row&) {});
-    op_.deliver(kSums, 1, op_.coop.count);  // and no peer's rows are read any more
+    op_.deliver(kSums, 1, op_.coop.count);  // peers' rows are not read any more
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
 
-  // Zeroes the places of the result without a row.
   JAX_EP_FN void pad() const {
     const Part receiver = op_.coop.receiver;
     if (!op_.ok() || receiver.empty()) return;
@@ -148,11 +146,10 @@ class SparseReduce {
   }
 
  private:
-  // Batches for each coop, so that all coops have work to the end, and the most places of a batch. Tuned with
-  // `bench sparse`.
+  // Batches per coop, so that all coops have work to the end, and places per batch. Tuned with `bench sparse`.
   static constexpr int kBatchesPerCoop = 8;
   static constexpr int kBatchPlaces = Coop::lanes > kBatchTokens ? Coop::lanes : kBatchTokens;
-  static constexpr int kPartials = 0, kSums = 1;  // what is delivered
+  static constexpr int kPartials = 0, kSums = 1;  // chunks
   static constexpr bool kFloats = std::is_same_v<T, float>;
 
   // A row: its holders, its owner, and the rank that wants it if the result is sharded.
@@ -162,14 +159,14 @@ class SparseReduce {
     int owner, home;
   };
 
-  // The places of a rank's result, within the places that exist, even if the bounds are wrong.
+  // The places of a rank's result that exist, even if the bounds are wrong.
   JAX_EP_FN Range places_of(int rank) const {
     const int begin = args_.sharded ? smaller(larger(0, args_.bounds[rank]), runs_.places()) : 0;
     return {begin, begin + larger(0, smaller(smaller(rows_of(rank), args_.capacity), runs_.places() - begin))};
   }
 
-  // Coops take places in batches. Batches of different results alternate: if all ranks began with the same result, they
-  // would use only that rank's links.
+  // Batches of different results alternate: if all ranks began with the same result, they would use only that rank's
+  // links.
   struct Batches {
     int places, homes, count;
   };
@@ -181,9 +178,9 @@ class SparseReduce {
     return {places, homes, (longest + places - 1) / places * homes};
   }
 
-  // Coops take batches of places by ticket. First look(row) is called, by each lane for a row of its own, which may be
-  // held by no rank. Then visit(row) is called, by all lanes together, for each row for which wanted(row) holds. On
-  // return the results of visit() are written.
+  // Coops take batches of places by ticket. Each lane calls look(row) for a row of its own, which may have no holder.
+  // Then all lanes call visit(row) together for each row for which wanted(row) is true. On return the results of
+  // visit() are written.
   template <class Ask, class Wanted, class Visit, class Look>
   JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
@@ -218,8 +215,8 @@ class SparseReduce {
   }
   JAX_EP_FN bool is_shared(const Row& row) const { return (row.held.ranks & (row.held.ranks - 1)) != 0; }
 
-  // Counts bytes from every peer: rows that the peer sums for this rank, and the peer's partial sums of rows that
-  // this rank sums, which may be in float32. All lanes call.
+  // Counts bytes from every peer: its sums for this rank, and its partial sums for this rank, which may be float32. All
+  // lanes call.
   JAX_EP_FN void count_rows(const Row& row) const {
     const bool wanted_here = !args_.sharded || row.home == op_.comm.rank, mine = row.owner == op_.comm.rank;
     const bool wide = !kFloats && row.held.crowded;
@@ -261,7 +258,7 @@ class SparseReduce {
           .sum(ranks, [&](int rank) { return partial_of(rank, row.place); }, args_.hidden, sinks, scale);
   }
 
-  // The partial sum that a rank adds to a row: in the landing, or at the rank.
+  // A rank's partial sum of a row: in the landing, or at the rank.
   JAX_EP_FN WeightedRow<const T> term_of(int rank, const Row& row, float weight) const {
     if (!(row.held.ranks >> rank & 1)) return {nullptr, 0.0f};
     const char* landed = rank == op_.comm.rank ? nullptr : landing_.find(rank, row.place);

@@ -8,7 +8,6 @@
 
 namespace jax_ep {
 
-// The holders of a place's row.
 struct Holding {
   uint64_t ranks;  // a bit for each holder
   int entries;     // of all ranks
@@ -27,7 +26,6 @@ class SparseRuns {
   JAX_EP_FN int first(int rank, int place) const { return run(rank, place).first; }
   JAX_EP_FN int entries(int rank, int place) const { return run(rank, place).entries; }
 
-  // The place of the i-th entry of a rank.
   JAX_EP_FN int place_of(int rank, int i) const { return args_.places[int64_t{rank} * args_.entries + i]; }
 
   JAX_EP_FN Holding holding(int place) const {
@@ -41,8 +39,8 @@ class SparseRuns {
     return found;
   }
 
-  // Both are called before the first lookup, each followed by a barrier. `fill` also chains the entries of each row of
-  // this rank, in no order.
+  // Call both before the first lookup, each followed by a barrier. fill() also chains this rank's entries of each row,
+  // in no order.
   JAX_EP_FN void clear() {
     for (int rank = 0; rank < op_.comm.size; ++rank)
       for_my_part(places_, [&](int place) { args_.runs[int64_t{rank} * args_.places_kept + place] = {kNoEntry, 0}; });
@@ -61,7 +59,7 @@ class SparseRuns {
       });
   }
 
-  // Calls visit(i) for i < count, lane by lane over all coops.
+  // Calls visit(i) for i < count, over the lanes of all coops.
   template <class Visit>
   JAX_EP_FN void for_my_part(int count, Visit visit) const {
     if (!op_.ok()) return;
@@ -76,18 +74,18 @@ class SparseRuns {
   const int places_;
 };
 
-// Lists of the entries of this rank for the same row. The entries of a list are neighbours in `list_entries`, in order.
+// Lists of this rank's entries of the same row. The entries of a list are adjacent in `list_entries`, in order.
 class RunLists {
  public:
-  // The most entries of a short list, which one coop finds by their chain and adds up. All sizes in this file are tuned
-  // with `bench sparse`.
+  // The most entries of a short list. One coop finds them by their chain. All sizes in this file are tuned with `bench
+  // sparse`.
   static constexpr int kShort = 32;
 
   JAX_EP_FN RunLists(const Op& op, const SparseReduceArgs& args, const SparseRuns& runs)
       : op_(op), args_(args), runs_(runs) {}
 
   // Gives each list its range of `list_entries`. Called when the runs are filled. `single`: a single entry also gets a
-  // list, if another rank has several entries.
+  // list if another rank has several entries.
   JAX_EP_FN void allocate(bool single) const {
     runs_.for_my_part(args_.entries, [&](int i) {
       const int place = runs_.place_of(op_.comm.rank, i);
@@ -109,7 +107,7 @@ class RunLists {
       list_slice(long_place(i / slices), part_of(args_.entries, i % slices, slices));
   }
 
-  // Of all lists: the entries. Of long lists: how many, and the place of each.
+  // The entries of all lists; the number of long lists, and their places.
   JAX_EP_FN int count() const { return *args_.listed; }
   JAX_EP_FN int count_long() const { return *args_.long_lists; }
   JAX_EP_FN int long_place(int i) const { return args_.long_places[i]; }
@@ -123,9 +121,9 @@ class RunLists {
   JAX_EP_FN Range at(int position) const { return of(runs_.place_of(op_.comm.rank, entry(position))); }
 
  private:
-  static constexpr int kAhead = Coop::lanes == 1 ? 16 : 64;  // places that a lane loads at once in look_through()
+  static constexpr int kAhead = Coop::lanes == 1 ? 16 : 64;  // places that a lane loads at once
 
-  // Every entry of a short list counts the smaller entries in its chain: that is its position.
+  // The position of an entry in a short list is the number of smaller entries in its chain.
   JAX_EP_FN void list_entry(int i) const {
     const int place = runs_.place_of(op_.comm.rank, i);
     if (!runs_.has(place) || runs_.entries(op_.comm.rank, place) > kShort) return;
@@ -136,7 +134,7 @@ class RunLists {
     args_.list_entries[begin + smaller_ones] = i;
   }
 
-  // Writes the entries of a long list that lie in a slice of all entries. Those before the slice are only counted.
+  // Writes the entries of a long list that are in a slice of all entries. Counts those before the slice.
   JAX_EP_FN void list_slice(int place, Range slice) const {
     const Coop& coop = op_.coop;
     int before = 0;
@@ -155,8 +153,8 @@ class RunLists {
     });
   }
 
-  // Calls visit(first, places) for one part of the entries after another. Each lane has the places of every
-  // Coop::lanes-th entry of the part, or -1.
+  // Calls visit(first, places) for each part of the entries. Each lane has the places of every Coop::lanes-th entry of
+  // the part, or -1.
   template <class Visit>
   JAX_EP_FN void look_through(Range entries, Visit visit) const {
     for (int first = entries.begin; first < entries.end; first += kAhead * Coop::lanes) {
@@ -174,8 +172,8 @@ class RunLists {
   const SparseRuns& runs_;
 };
 
-// Sums this rank's entries of each row, so that a row crosses the wire once. Entries are added in order. In a long
-// list, parts of RunLists::kShort entries are summed first, then the parts are added in order.
+// Sums this rank's entries of each row, so that a row is sent once. Entries are added in order. In a long list, parts
+// of RunLists::kShort entries are summed first, then the parts, in order.
 template <class T>
 class RunSums {
  public:
@@ -187,8 +185,8 @@ class RunSums {
     op_.enter(Phase::layout);
     lists_.allocate(single);
     op_.barrier();
-    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet). Then some coops may return
-    // early; the barriers of the other coops do not wait for coops that have ended.
+    // Coops of a CTA read the same numbers, unless all of them have failed (Op::meet). Then some may return early.
+    // Barriers do not wait for coops that have ended.
     if (lists_.count() == 0) return;
     op_.enter(Phase::layout);
     lists_.fill();
@@ -201,12 +199,12 @@ class RunSums {
 
  private:
   static constexpr int kPart = RunLists::kShort;
-  static constexpr int kRangesPerCoop = 4;  // of positions, at least, so that all have about as much to read
-  // A part has few rows, often two, so several packs of each row are in flight. A long list has many parts.
+  static constexpr int kRangesPerCoop = 4;  // at least, so that coops read about equally much
+  // A part often has two rows, so several packs of each are in flight. A long list has many parts.
   using PartSum = DirectSum<T, float>;
   using LongSum = DirectSum<float, float, 16>;
 
-  // Columns that a coop takes: one batch of the sum, or more on the CPU, where coops are few.
+  // Columns of a coop: one batch of the sum, or more on the CPU, which has few coops.
   template <class Sum>
   static constexpr int kColumns = Coop::lanes == 1 ? 1024 : Sum::kBatch;
   template <class Sum>
@@ -219,8 +217,7 @@ class RunSums {
     return {begin, smaller(begin + kColumns<Sum>, args_.hidden)};
   }
 
-  // A coop takes the parts that begin in a range of positions, in a range of columns. It reads about one row for each
-  // position.
+  // A coop takes the parts that begin in a range of positions, in a range of columns.
   JAX_EP_FN void sum_parts() const {
     op_.enter(Phase::reduce);
     const Coop& coop = op_.coop;

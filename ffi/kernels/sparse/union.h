@@ -1,6 +1,5 @@
-// sparse_union: every rank sends its row ids to all ranks, and each rank marks all ids in a bitmap of its own. Prefix
-// sums of the bitmap's popcounts are the places of the ids. There is no sort and no search, and all ranks get the same
-// places.
+// sparse_union: every rank sends its row ids to all ranks, and marks all ids in its own bitmap. Prefix sums of the
+// bitmap's popcounts are the places of the ids.
 #pragma once
 
 #include "comm/ctas.h"
@@ -51,7 +50,6 @@ class SparseUnion {
   }
 
  private:
-  // Divides the entries of all ranks among the lanes of all coops.
   template <class Visit>
   JAX_EP_FN void for_my_entries(Visit visit) const {
     const int step = op_.coop.count * Coop::lanes, all = op_.comm.size * args_.entries;
@@ -76,7 +74,7 @@ class SparseUnion {
       if (i >= mine.end) continue;
       const int32_t given = args_.ids[i];
       const bool exists = static_cast<uint32_t>(given) < static_cast<uint32_t>(args_.num_rows);
-      const int32_t id = exists ? given : args_.num_rows;  // peers use it as an index
+      const int32_t id = exists ? given : args_.num_rows;  // peers use this as an index
       for (int step = 0; step < op_.comm.size; ++step) {
         places.peer((op_.comm.rank + step) % op_.comm.size)[first_place + i] = id;
       }
@@ -99,7 +97,7 @@ class SparseUnion {
     if (op_.coop.lane == 0) coop_counts_[op_.coop.index] = count;
   }
 
-  // Writes for every word of this coop how many ids lie below it.
+  // Writes for every word of this coop the number of ids below it.
   JAX_EP_FN void number_ids() {
     if (!op_.ok()) return;
     int before = 0;
@@ -114,7 +112,7 @@ class SparseUnion {
     }
   }
 
-  // The place of an id: how many ids lie below it. The id is at most num_rows.
+  // The place of an id, at most num_rows: the number of ids below it.
   JAX_EP_FN int ids_below(int id) const {
     return prefix_[id / 32] + count_bits(bits_[id / 32] & ((1u << id % 32) - 1));
   }

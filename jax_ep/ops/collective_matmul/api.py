@@ -1,8 +1,7 @@
-"""Matrix products overlapped with their collective, as tensor parallelism needs them.
+"""Matrix products overlapped with their collective, for tensor parallelism.
 
-A product is announced in blocks of rows, so that early blocks travel while later blocks are computed. The gradient of
-`matmul_reduce_scatter` is an `all_gather_matmul`, and the reverse. The gradient of `matmul_all_reduce` needs no
-collective.
+Early blocks of rows travel while later blocks are computed. The gradient of `matmul_reduce_scatter` is an
+`all_gather_matmul`, and the reverse. The gradient of `matmul_all_reduce` needs no collective.
 """
 
 from functools import partial
@@ -36,9 +35,9 @@ def matmul_all_reduce(
     """The sum of all ranks' `lhs @ rhs`, on every rank: `psum(lhs @ rhs)`.
 
     Call it on every rank, inside `jax.shard_map` over the group's axis. Products are rounded to
-    `preferred_element_type`, and summed in float32 in rank order by one rank per row: all ranks get the same bits, on
-    every run. With `check_vma` the result does not vary over the axis, and gradients are as for
-    `jax.lax.psum`. Cotangents are rounded to the dtype of the operands.
+    `preferred_element_type`, and summed in float32 in rank order by one rank per row, so all ranks get the same bits in
+    every run. With `check_vma` the result does not vary over the axis, and gradients are as for `jax.lax.psum`.
+    Cotangents are rounded to the dtype of the operands.
 
     Args:
       lhs: [M, K] bfloat16, float16 or float32, not empty: this rank's columns of the left operand.
@@ -47,13 +46,13 @@ def matmul_all_reduce(
       bias: [N] bfloat16, float16 or float32, added once to every row of the sum, or None; the same on all ranks.
       preferred_element_type: the dtype of `lhs`, which is the default, or float32.
       implementation: "kernels" (on CUDA they need Hopper GPUs, 16-bit operands, and K and N multiples of 8), "xla"
-        (jax.lax alone), or "auto": "kernels" if they can serve the call.
+        (only jax.lax), or "auto": "kernels" if they support the call.
 
     Returns:
       [M, N] of `preferred_element_type`.
 
     Raises:
-      ValueError, TypeError: an argument is wrong, or "kernels" cannot serve the call; raised when the op is traced.
+      ValueError, TypeError: an argument is wrong, or "kernels" do not support the call; raised when the op is traced.
       JaxEpError: as for `dispatch`.
     """
     return _call("matmul_all_reduce", lhs, rhs, bias, group, preferred_element_type, implementation)
@@ -68,9 +67,9 @@ def matmul_reduce_scatter(
     preferred_element_type: DTypeLike | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """The sum of the ranks' `lhs @ rhs`, of which each rank has a part: `psum_scatter(lhs @ rhs, tiled=True)`.
+    """This rank's part of the sum of the ranks' `lhs @ rhs`: `psum_scatter(lhs @ rhs, tiled=True)`.
 
-    Arguments, errors and sums are those of `matmul_all_reduce`; M must be a multiple of the group's size R.
+    Arguments, errors and sums are those of `matmul_all_reduce`. M must be a multiple of the group's size R.
 
     Returns:
       [M / R, N] of `preferred_element_type`: rows [r M / R, (r + 1) M / R) of the sum on rank r.
@@ -165,7 +164,6 @@ def _resolve(op: str, group: Group, implementation: Implementation, lhs: jax.Arr
 
 
 def _by_xla(op: str, axis_name: AxisName, dtype: np.dtype, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The op in plain jax.lax: `implementation="xla"`."""
     if op == "all_gather_matmul":
         lhs = jax.lax.all_gather(lhs, axis_name, tiled=True)
     product = quantization.dot(lhs, rhs, (1, 0), dtype)
@@ -202,7 +200,7 @@ def _reduce_jvp(config: MatmulConfig, primals: _Pair, tangents: _Pair) -> _Pair:
 
 
 def _reduce_on(config: MatmulConfig, residuals: _Pair, tangents: _Pair) -> jax.Array:
-    """d_lhs rhs + lhs d_rhs as one product of twice the depth, so that sums travel once."""
+    """d_lhs rhs + lhs d_rhs as one product with twice the contraction, so that sums travel once."""
     (lhs, rhs), (d_lhs, d_rhs) = residuals, tangents
     depth = 1 if config.transpose_rhs else 0
     return _reduce(config, jnp.concatenate([d_lhs, lhs], axis=1), jnp.concatenate([rhs, d_rhs], axis=depth))
@@ -219,9 +217,9 @@ def _reduce_back(config: MatmulConfig, residuals: _Pair, cotangent: jax.Array) -
 
 
 def _of_every_rank(config: MatmulConfig, cotangent: jax.Array) -> jax.Array:
-    """The cotangent of a sum that all ranks have: one for all if types track this, otherwise the sum over the ranks.
+    """The cotangent of a replicated sum: the same on all ranks if types track this, otherwise the sum over the ranks.
 
-    The sum is in its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
+    The sum has its dtype, as in the transpose of `jax.lax.psum`: float32 would send twice the bytes.
     """
     axis = config.group.axis_name
     if vary.tracks_varying(axis):

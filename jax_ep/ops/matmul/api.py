@@ -28,7 +28,7 @@ _Operands = tuple[Rows, Rows, jax.Array]  # left, right, group sizes
 
 
 class ProductSettings(NamedTuple):
-    """Who computes a product, and how precisely if the operands are float32."""
+    """What computes a product, and its precision if the operands are float32."""
 
     implementation: Implementation = "auto"
     precision: PrecisionLike = None
@@ -40,8 +40,8 @@ _NEEDS = {
     "pallas": "bfloat16, float16 or float32, of fewer than 2**31 values each",
 }
 
-# What is multiplied: rows and the matrix of their group, or the transposed matrix; or, over the rows of each group, two
-# matrices of rows.
+# Rows times the matrix of their group, or times its transpose; or a contraction of two matrices over the rows of each
+# group.
 Product = Literal["plain", "transposed", "contracted"]
 _PRODUCTS: dict[Product, tuple[tuple[int, ...], ...]] = {  # contracted of lhs, of rhs; batches of both; ragged; groups
     "plain": ((1,), (1,), (), (), (0,), (0,)),
@@ -68,37 +68,36 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot`, with kernels of jax_ep on GPUs.
 
-    Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. With
-    `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows as they load them, on Hopper for 1 to 7 % of
-    their time, and no copy of them exists (SonicMoE: Guo et al., 2025). Hopper GPUs multiply bfloat16 and float16
-    operands of one dtype whose K and N are multiples of 8 by CUDA kernels at the speed of the tensor cores. Pallas
-    kernels multiply other operands and on other GPUs, `jax.lax.ragged_dot` on CPUs. Kernels accumulate in float32 in
-    one fixed order, so the same operands give the same bits. Gradients run on the same kernels, with the cotangent
-    rounded to the dtype of the operands. On several devices call it inside `jax.shard_map`, as XLA cannot partition
-    kernels. In a model that qwix quantizes, the product is qwix' on every platform.
+    Row i of the result is row i of `lhs` times the matrix of its group. Rows after the last group are zero. With
+    `lhs_indices` it is row lhs_indices[i] of `lhs`: kernels gather rows when they load them, without a copy, which
+    takes 1 to 7 % of their time on Hopper (SonicMoE: Guo et al., 2025). On Hopper GPUs CUDA kernels multiply bfloat16
+    or float16 operands whose K and N are multiples of 8, at the speed of the tensor cores. Pallas kernels multiply
+    other operands, and run on other GPUs. CPUs use `jax.lax.ragged_dot`. Kernels accumulate in float32 in one fixed
+    order, so the same operands give the same bits. Gradients use the same kernels, with the cotangent rounded to the
+    dtype of the operands. On several devices call this inside `jax.shard_map`, because XLA cannot partition kernels. In
+    a model that qwix quantizes, qwix computes the product on every platform.
 
     Args:
-      lhs: [M, K] rows; the rows of a group are next to each other. With `lhs_indices` any number of rows, in any order.
+      lhs: [M, K]. The rows of a group are adjacent. With `lhs_indices` any number of rows, in any order.
       rhs: [G, K, N], a matrix per group.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       precision, out_sharding: as in `jax.lax.ragged_dot`.
       group_offset: must be None.
-      preferred_element_type: the dtype of the result; default: the dtype of `lhs` and `rhs`.
-      lhs_indices: [M] integers: the rows of `lhs`, each any number of times. -1 is a row of zeros, any other index out
-        of bounds a row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and
-        rounded once.
-      implementation: "auto" as above; "kernels": the CUDA kernels; "pallas", which a CPU interprets, slowly; or "xla":
+      preferred_element_type: the dtype of the result. Default: the dtype of `lhs` and `rhs`.
+      lhs_indices: [M] integers: rows of `lhs`, with repetitions. -1 is a row of zeros, any other index out of bounds a
+        row of NaN. The gradient of a row of `lhs` is summed in float32 in the order of `lhs_indices`, and rounded once.
+      implementation: "auto", as above; "kernels", the CUDA kernels; "pallas", which a CPU interprets, slowly; or "xla",
         `jax.lax.ragged_dot`.
 
     Returns:
       [M, N].
 
     Raises:
-      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8 or a
-        qwix.QArray, `lhs_indices` are no integers [M], or the implementation asked for cannot serve the call; or a
-        rule of qwix asks for a product that its provider does not have.
-      PlatformError: "kernels" was asked for, and there are none here.
-      NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` takes but does not implement.
+      TypeError, ValueError: as `jax.lax.ragged_dot`, when traced; or an operand is in float8 or a qwix.QArray,
+        `lhs_indices` are not integers [M], `implementation` does not support the call, or a rule of qwix needs a
+        product that its provider does not have.
+      PlatformError: "kernels" are not available.
+      NotImplementedError: there is a group_offset, which `jax.lax.ragged_dot` does not implement either.
     """
     _check_plain_arrays("ragged_dot", group_offset, lhs=lhs, rhs=rhs)
     checks.check_one_of("ragged_dot", "implementation", implementation, Implementation)
@@ -148,7 +147,7 @@ def ragged_dot_general(
     | [M, K] | [G, N, K] | 1 and 2: transposed matrices, without a copy | [M, N] |
     | [M, K] | [M, N] | 0 and 0, over the rows of each group | [G, K, N] |
 
-    The gradients of the three are made of the three (`jax.lax` has none of the last). Other forms are JAX's.
+    The gradients of the three forms have these forms (`jax.lax` has none for the last). JAX computes other forms.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `ragged_dot`.
@@ -173,7 +172,7 @@ def ragged_dot_general(
 
 
 def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
-    """int32. Sizes that are known when traced are at most `most`: their sum stays below 2^31."""
+    """int32. Sizes that are known when traced are clipped to `most`, so that their sum is below 2^31."""
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.minimum(group_sizes, most)
     checks.check_array(op, "group_sizes", sizes, dtype=np.integer)
     return checks.to_int32(sizes)
@@ -192,12 +191,12 @@ def _product(
     by_xla = partial(_by_xla, kind, settings.precision, preferred_element_type)
     if kind != "contracted" and quantization.is_by_qwix(op, "ragged_dot", implementation=settings.implementation):
         return by_xla(*operands)
-    dtype = jax.eval_shape(by_xla, *operands).dtype  # with all checks of JAX
+    dtype = jax.eval_shape(by_xla, *operands).dtype  # with JAX's checks
     return grouped_product(kind, settings, dtype, *operands)
 
 
 def _check_plain_arrays(op: str, group_offset: object, **operands: object) -> None:
-    """Raises TypeError for operands in other libraries' or our own formats, which have products of their own."""
+    """Raises TypeError for operands in formats that have other products: float8, or of other libraries."""
     if group_offset is not None:
         raise NotImplementedError(f"{op}: group_offset must be None, got {group_offset}")
     for name, operand in operands.items():
@@ -217,7 +216,7 @@ def _by_xla(
 
 
 def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of rows that may stay where they are."""
+    """`ragged_dot` of rows that may be gathered."""
     if isinstance(rows, GatheredRows):
         return ragged_dot(rows.matrix, rhs, group_sizes, lhs_indices=rows.indices)
     return ragged_dot(rows, rhs, group_sizes)
@@ -226,7 +225,7 @@ def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Arra
 def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """[M, K]: a cotangent [M, N], in the dtype of `rhs`, times the transposed matrix [K, N] of each group.
 
-    For backward passes, here and in other families: the operands vary over the same mesh axes, as in `rhs_gradient`.
+    For backward passes. The operands vary over the same mesh axes, as in `rhs_gradient`.
     """
     return grouped_product("transposed", AUTO, rhs.dtype, cotangent, rhs, group_sizes)
 
@@ -272,22 +271,22 @@ def gated_product(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """unit(rows gate, rows up) of groups of rows [M, K], both products rounded: [M, F].
 
-    For other families. The operands must vary over the same mesh axes. The derivative is the derivative of `composed`.
+    The operands must vary over the same mesh axes. The derivative is that of `composed`.
 
     Args:
-      unit: the GEMM core computes it with XLA's bits.
-      composed: the same function of (rows, group_sizes, *rhs, *biases), for calls that no kernel serves.
+      unit: computed by the GEMM core with XLA's bits.
+      composed: the same function of (rows, group_sizes, *rhs, *biases), for calls that no kernel supports.
       rhs: gate and up, each [G, K, F], or one array [G, K, 2 F] of both.
-      biases: [G, N] for each [G, K, N] of `rhs`, which the GEMM core adds before it rounds; or ().
+      biases: [G, N] for each [G, K, N] of `rhs`, added before rounding; or ().
 
     Returns:
-      The result, and the product by each of `rhs`, biases included; or () unless `keep_products`.
+      The result, and the products with each of `rhs`, biases included, or () unless `keep_products`.
     """
     operands = (rows, group_sizes, *rhs, *biases)
     columns = rhs[0].shape[2] // (2 if len(rhs) == 1 else 1)
     product_by = _choose(AUTO, rows.dtype, rows, rhs[0], group_sizes)
     if product_by == "core":
-        # Products alone that split their contraction have other bits.
+        # Separate products that split their contraction have other bits.
         split = gemm.splits_contraction(rows.shape[0], rhs[0].shape[2], rows.shape[1], rhs[0].shape[0])
         by_kernel = columns % gemm.CORE_MULTIPLE == 0 and not split
     else:
@@ -326,7 +325,7 @@ def _by(
     group_sizes: jax.Array,
     **options: object,
 ) -> Callable[..., _T]:
-    """What computes a product of these operands: the core's or Pallas' kernel of this name, or XLA."""
+    """The function for these operands: the core's or Pallas' kernel of this name, or XLA."""
     options |= {} if dtype is None else {"dtype": dtype}
     product_by = _choose(settings, dtype or left.dtype, left, right, group_sizes)
     platforms: dict[str, Callable[..., _T]] = {}
@@ -340,7 +339,6 @@ def _by(
 
 
 def _platforms(settings: ProductSettings) -> tuple[str, ...]:
-    """The platforms on which Pallas kernels multiply."""
     if settings.implementation == "pallas":
         return "cuda", "rocm", "cpu"
     return gemm.pallas_platforms() if settings.implementation == "auto" else ()
@@ -349,9 +347,9 @@ def _platforms(settings: ProductSettings) -> tuple[str, ...]:
 def _choose(
     settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, group_sizes: jax.Array
 ) -> Literal["core", "pallas", "xla"]:
-    """Who multiplies these operands.
+    """What multiplies these operands.
 
-    Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing there; an algorithm might.
+    Products of 16-bit floats are exact in float32, so a `jax.lax.Precision` changes nothing. An algorithm might.
     """
     arrays = [matrix_and_indices(x)[0] for x in (left, right)]
     if (
@@ -378,7 +376,7 @@ def _choose(
 def grouped_product(
     kind: Product, settings: ProductSettings, dtype: DTypeLike, left: Rows, right: Rows, sizes: jax.Array
 ) -> jax.Array:
-    """The product, by kernels of this kind or by XLA. Kernels store a contraction in the dtype of the operands."""
+    """The product by kernels or XLA. Kernels store a contraction in the dtype of the operands."""
     by_xla = partial(_by_xla, kind, settings.precision, dtype)
     if kind == "contracted" and dtype != left.dtype:
         call = by_platform(by_xla)
@@ -394,8 +392,6 @@ def grouped_product(
 def _product_jvp(
     kind: Product, settings: ProductSettings, dtype: DTypeLike, primals: _Operands, tangents: _Operands
 ) -> tuple[jax.Array, jax.Array]:
-    """The derivatives of the three forms have these forms, too."""
-
     def inside(rows: Rows, matrix: jax.Array) -> Rows:
         return dataclasses.replace(rows, matrix=matrix) if isinstance(rows, GatheredRows) else matrix
 

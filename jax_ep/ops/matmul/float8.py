@@ -1,4 +1,4 @@
-"""Products of float8 operands, by DeepGEMM's recipe; `ragged_dot` has gradients, straight through the rounding.
+"""Products of float8 operands, as in DeepGEMM. The gradients of `ragged_dot` pass straight through the rounding.
 
 Tensor cores add up 128 terms of the contraction. Each sum of 128 terms is scaled, and accumulated in float32.
 """
@@ -44,7 +44,7 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
 
     Args:
       lhs: rows [M, K].
-      rhs: a matrix [K, N], quantized; N is a multiple of 128.
+      rhs: a quantized matrix [K, N]; N is a multiple of 128.
       preferred_element_type: the dtype of the result: bfloat16, the default, or float32.
 
     Returns:
@@ -69,25 +69,25 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` of operands in float8. Arrays are quantized first.
 
-    Row i of the result is row i of `lhs` times the matrix of its group; rows after the last group are zero. Quantizing
+    Row i of the result is row i of `lhs` times the matrix of its group. Rows after the last group are zero. Quantizing
     weights reads more bytes than the product, so quantize constant weights once, by `quantize_weights`.
 
-    Gradients of arrays are as by `jax_ep.lax.ragged_dot`, without rounding (the straight-through estimator: Bengio
-    et al., 2013). Operands given in float8 have no gradient. With `Float8Rows`, `rhs` has no gradient either.
+    Gradients of arrays are those of `jax_ep.lax.ragged_dot` (the straight-through estimator: Bengio et al., 2013).
+    Operands in float8 have no gradient. With `Float8Rows`, `rhs` has no gradient either.
 
     Args:
-      lhs: [M, K] bfloat16, float16 or float32 rows, the rows of a group next to each other; or `Float8Rows`.
+      lhs: [M, K] bfloat16, float16 or float32, with adjacent rows for a group; or `Float8Rows`.
       rhs: [G, K, N] in the dtype of `lhs`, a matrix per group, K and N multiples of 128; or `Float8Weights`.
       group_sizes: [G] integers, the rows of each group; their sum may be less than M.
       preferred_element_type: the dtype of the result; default: the dtype of `lhs`. For `Float8Rows`: bfloat16, the
         default, or float32.
-      lhs_indices: [M] integers, for `Float8Rows` alone: as in `jax_ep.lax.ragged_dot`.
+      lhs_indices: [M] integers as in `jax_ep.lax.ragged_dot`, only for `Float8Rows`.
 
     Returns:
       [M, N].
 
     Raises:
-      ValueError, TypeError: an argument is wrong, or an operand given in float8 is differentiated; raised when traced.
+      ValueError, TypeError: an argument is wrong, or an operand in float8 is differentiated; raised when traced.
     """
     op = "float8.ragged_dot"
     if not isinstance(rhs, (*checks.ARRAYS, Float8Weights)):
@@ -142,9 +142,9 @@ def _check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLi
 
 
 def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weights, group_sizes: jax.Array) -> jax.Array:
-    """The product of checked operands: by the GEMM core on Hopper, elsewhere by XLA from both operands in bfloat16.
+    """The product of checked operands: by the GEMM core on Hopper, elsewhere by XLA in bfloat16.
 
-    XLA's result is off by at most 2^-7 of the sum of the terms' magnitudes.
+    The error of XLA's result is at most 2^-7 of the sum of the terms' magnitudes.
     """
     lhs, rhs = without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs))
     core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
@@ -168,7 +168,7 @@ def quantize_and_multiply(
     *,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The product of operands; arrays are quantized first. It has no gradient.
+    """The product of operands, without a gradient. Arrays are quantized first.
 
     Args:
       dtype: of the result; None: the dtype of `lhs`, or bfloat16 if `lhs` is in float8.
@@ -184,7 +184,7 @@ def quantize_and_multiply(
 def straight_through_product(
     dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
-    """`ragged_dot` of checked operands. For other families, too."""
+    """`ragged_dot` of checked operands."""
     return quantize_and_multiply(lhs, rhs, group_sizes, dtype=dtype)
 
 
@@ -219,11 +219,11 @@ def gated_product_to_float8(
 ) -> Float8Rows:
     """activation(rows gate) * (rows up) of groups of rows [M, K], both products rounded to bfloat16: [M, F], quantized.
 
-    For other families. On Hopper one kernel multiplies and quantizes. It has no gradient.
+    On Hopper one kernel multiplies and quantizes. It has no gradient.
 
     Args:
       activation: "silu", "gelu" or "relu", which the GEMM core has in float8.
-      composed: the same function of rows, group sizes and matrices, for calls that the core does not serve.
+      composed: the same function of rows, group sizes and matrices, for calls that the core does not support.
       rhs: gate and up, each [G, K, F], or one matrix [G, K, 2 F] of both.
     """
     columns = rhs[0].shape[-1] // (2 if len(rhs) == 1 else 1)

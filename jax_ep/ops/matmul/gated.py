@@ -1,4 +1,4 @@
-"""Gated units: elementwise functions of the products by gate and up. Kernels compute them with these products."""
+"""Gated units: elementwise functions of the products with gate and up. Kernels compute them with these products."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class ClampedSwiglu:
       slope: a float.
 
     Raises:
-      TypeError, ValueError: an attribute is no such number.
+      TypeError, ValueError: an attribute is wrong.
     """
 
     limit: float = 7.0
@@ -49,14 +49,14 @@ class ClampedSwiglu:
             raise ValueError(f"ClampedSwiglu: slope must be finite, got {self.slope}")
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        # Selections keep NaN, and the gradient of a value that equals the limit, as torch.clamp does.
+        # Selections keep NaN, and the gradient at the limit, as torch.clamp does.
         gate = jnp.where(gate > self.limit, self.limit, gate)
         up = jnp.where(up > self.limit, self.limit, jnp.where(up < -self.limit, -self.limit, up))
         return (up + 1) * (gate * jax.nn.sigmoid(self.slope * gate))
 
 
 class KnownUnit(NamedTuple):
-    """A gated unit that kernels have: `function` of gate and up, and what the CUDA kernels call it."""
+    """A gated unit that kernels support: `function` of gate and up, and its settings in the CUDA kernels."""
 
     function: Callable[[jax.Array, jax.Array], jax.Array]
     activation: str
@@ -73,7 +73,7 @@ _KNOWN = {name: _times_up(name) for name in ACTIVATIONS}
 
 
 def known_unit(activation: object) -> KnownUnit | None:
-    """The unit of this name, function of `jax.nn`, or `ClampedSwiglu`. None if kernels do not have it."""
+    """The unit of this name, function of `jax.nn`, or `ClampedSwiglu`. None if kernels do not support it."""
     if activation == "clamped_swiglu":
         activation = ClampedSwiglu()
     if isinstance(activation, ClampedSwiglu):

@@ -1,4 +1,4 @@
-"""The GEMM core's grouped products as FFI calls: all are one op, `grouped_matmul`."""
+"""The GEMM core's grouped products as FFI calls of one op, `grouped_matmul`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def gated_matmul(
     Also returns the product by each matrix if `keep_products`.
 
     Args:
-      operands: as many `matrices`; then, if products have biases, the biases that belong to each matrix, [G, N].
+      operands: `matrices` matrices, then, if products have biases, the bias of each, [G, N].
     """
     rhs, biases = operands[:matrices], operands[matrices:]
     options: dict[str, Any] = {"dtype": rhs[0].dtype, "keeps_products": keep_products, "biases": biases}
@@ -61,7 +61,7 @@ def gated_matmul(
 
 
 def gated_matmul_float8(rows: Float8Rows, group_sizes: jax.Array, *rhs: Float8Weights, activation: str) -> Float8Rows:
-    """`gated_matmul` of operands in float8, whose result is quantized. No products are kept."""
+    """`gated_matmul` of float8 operands, with a quantized result. No products are kept."""
     called = _call([rows], rhs, group_sizes, dtype=FLOAT8, formula="gated", activation=activation)
     return Float8Rows(called["result"], called["result_scales"])
 

@@ -1,4 +1,4 @@
-"""Grouped products by the Pallas kernels, with the signatures of kernels.py: for GPUs and operands without the core."""
+"""Grouped products by Pallas kernels, with the signatures of kernels.py, for GPUs and operands without the core."""
 
 from typing import Any
 

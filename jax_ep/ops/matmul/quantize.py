@@ -1,4 +1,4 @@
-"""float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (DeepGEMM's recipe)."""
+"""float8 operands: rows with a scale per 128 values, weights with a scale per 128 x 128 (as in DeepGEMM)."""
 
 from functools import partial
 
@@ -51,7 +51,7 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """The rows or weights that `quantize_rows` or `quantize_weights` quantized, with the rounding of float8.
 
     Raises:
-      ValueError, TypeError: `quantized` is neither, or its arrays do not fit together; or `dtype` is no float.
+      ValueError, TypeError: `quantized` is neither, its arrays do not fit together, or `dtype` is not a float.
     """
     op, name = "dequantize", "quantized"
     result = checks.canonical_dtype(op, "dtype", dtype)
@@ -70,9 +70,9 @@ def dequantize(quantized: Float8, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
 
 
 def as_float8_weights(weights: jax.Array | Float8Weights) -> Float8Weights:
-    """Checked matrices [..., K, N] in float8: quantized, unless they are already.
+    """Checked matrices [..., K, N] in float8, quantized if necessary.
 
-    For other families, too. On Hopper a kernel reads each matrix once. XLA reads it twice, and transposes slowly.
+    On Hopper a kernel reads each matrix once. XLA reads it twice, and transposes slowly.
     """
     if isinstance(weights, Float8Weights):
         return weights
@@ -113,12 +113,12 @@ def check_weights(op: str, name: str, weights: Float8Weights, shape: tuple[int, 
 
 
 def as_array(operand: jax.Array | Float8, dtype: DTypeLike) -> jax.Array:
-    """An operand of a product in the backward pass: an array itself, or the dequantized values of float8."""
+    """An operand of a product in the backward pass: the array, or dequantized float8 values."""
     return dequantize(operand, dtype) if isinstance(operand, Float8) else operand
 
 
 def frozen(op: str, name: str, operand: jax.Array | Float8Weights) -> jax.Array | Float8Weights:
-    """The operand. If it is in float8, its differentiation raises a TypeError that names `op` and the argument."""
+    """The operand. Differentiating a float8 operand raises a TypeError that names `op` and the argument."""
     message = f"{op}: {name} in float8 has no gradient: differentiate one of another dtype"
     return without_gradient(message, operand) if isinstance(operand, Float8) else operand
 

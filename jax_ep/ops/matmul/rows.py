@@ -1,4 +1,4 @@
-"""Rows of a matrix by index, and sums of rows by index, each the other's derivative."""
+"""Rows of a matrix by index, and sums of rows by index. Each is the other's derivative."""
 
 import dataclasses
 from functools import partial
@@ -41,18 +41,18 @@ Rows = jax.Array | GatheredRows[jax.Array]
 
 
 def gathered_rows(op: str, matrix: MatrixT, lhs_indices: jax.Array) -> GatheredRows[MatrixT]:
-    """The rows of a user's matrix that a user's indices name. Raises ValueError or TypeError unless both fit."""
+    """Rows of a user's matrix by a user's indices. Raises ValueError or TypeError if an argument is wrong."""
     checks.check_array(op, "lhs_indices", lhs_indices, "[M]", np.integer)
     return GatheredRows(matrix, checks.to_int32(lhs_indices))
 
 
 def matrix_and_indices(rows: MatrixT | GatheredRows[MatrixT]) -> tuple[MatrixT, jax.Array | None]:
-    """The matrix that holds the rows, and their indices in it; None if the rows are the whole matrix, in order."""
+    """The matrix with the rows, and their indices, or None for the whole matrix in order."""
     return (rows.matrix, rows.indices) if isinstance(rows, GatheredRows) else (rows, None)
 
 
 def dense_rows(rows: MatrixT | GatheredRows[MatrixT]) -> MatrixT:
-    """The rows as an array, or as `Float8Rows`, in which rows of zeros and of NaN have scales of zero and NaN."""
+    """The rows as an array or `Float8Rows`. Rows of zeros and NaN have scales of zero and NaN."""
     if not isinstance(rows, GatheredRows):
         return rows
     return jax.tree.map(lambda x: take_rows(x, rows.indices), rows.matrix)
@@ -66,7 +66,7 @@ def take_rows(matrix: jax.Array, indices: jax.Array) -> jax.Array:
 def sum_rows(rows: jax.Array, indices: jax.Array, count: int) -> jax.Array:
     """[C, K], int32 [C] -> [count, K]: the sum of the rows with each index. Indices outside [0, count) are left out.
 
-    In float32, in one order, and rounded once: see `_kit/sums.py`.
+    Summed in float32 in one order, and rounded once (`_kit/sums.py`).
     """
     return linear(partial(_sum, count), _take, indices, rows)
 

@@ -1,7 +1,6 @@
-"""dispatch and combine: tokens to the ranks that own their experts, and the weighted sum of the answers back.
+"""dispatch and combine: tokens go to the ranks of their experts, and weighted sums of the outputs come back.
 
-Up to the routing weights each is the other's backward: dispatch's backward sums cotangent rows per token, combine's
-backward sends the cotangent along the same routing.
+Each is the other's transpose, apart from the weights.
 """
 
 import dataclasses
@@ -89,10 +88,10 @@ def dispatch(
     on_overflow: OnOverflow = "raise",
     implementation: Implementation = "auto",
 ) -> Dispatched[Any] | Unexpanded[Any]:
-    """Sends every token to the ranks that own its experts; rank r owns experts [r E/R, (r + 1) E/R).
+    """Sends every token to the ranks that own its experts. Rank r owns experts [r E/R, (r + 1) E/R).
 
-    Call it on every rank, inside `jax.shard_map` over the group's axis. Each token crosses the wire once per rank,
-    however many of its experts live there (as in DeepEP). It is differentiable in `tokens` and `weights`.
+    Call it on every rank, inside `jax.shard_map` over the group's axis. Each token is sent once per rank, even if the
+    rank has several of its experts (as in DeepEP). Differentiable in `tokens` and `weights`.
 
     Args:
       tokens: [T, H] bfloat16, float16 or float32.
@@ -103,25 +102,26 @@ def dispatch(
       num_experts: E, a multiple of the group's size R.
       capacity: C, the rows that a rank can receive, a multiple of `alignment`. Default: R * T * min(K, E / R) rows
         plus the padding of every expert. No dispatch needs more if no token names an expert twice.
-      capacity_factor: replaces `capacity`: C as a multiple of the even load, which is T * K rows; rounded up to a
-        multiple of `alignment` and limited to the default.
+      capacity_factor: replaces `capacity`: C as a multiple of the even load of T * K rows, rounded up to a multiple of
+        `alignment` and limited to the default.
       alignment: every expert's segment is padded with zero rows to a multiple of this number. The assignments of all
         ranks and the padding must be fewer than 2^31. The cotangent of a padding row is 0, but a function with an
-        infinite slope at 0, such as a square root, makes it 0 * inf = NaN, and gradients of matrices add it up. Give
-        such a function of x [C, F] `jnp.where(routing.row_mask()[:, None], x, 1)`, where its slope at 1 is finite.
-      wire: None, or one of two float8 formats; both need H to be a multiple of 128. "float8": rows travel as
+        infinite slope at 0, such as a square root, makes it 0 * inf = NaN, which gradients of matrices add up. Apply
+        such a function to `jnp.where(routing.row_mask()[:, None], x, 1)` instead of x [C, F], if its slope at 1 is
+        finite.
+      wire: None, or one of two float8 formats, for which H must be a multiple of 128. "float8": rows travel as
         float8_e4m3fn with one float32 scale per 128 values, and arrive in the dtype of `tokens`; gradients pass
         straight through the rounding. "float8_rows": rows arrive as `Float8Rows`, for a product in float8, and have no
         gradient.
       expand: if False, a rank stores a token once, even if several of the rank's experts have it. `indices` [C] says
         which of `rows` each row of the products is, and -1 is a row of zeros: `jax_ep.lax.ragged_dot(rows, ...,
         lhs_indices=indices)`. In one node with R * T < C, token t of rank s is row s * T + t, and rows of tokens
-        without an expert here hold anything; on one GPU `rows` is `tokens`, without `wire` and if nothing can overflow.
+        without an expert here are undefined. On one GPU `rows` is `tokens`, without `wire` and if no rows can overflow.
         With nodes, or R * T >= C, rows are expanded, and `indices` is arange(C).
-      on_overflow: what happens if a rank would receive more than C rows. "raise": `CapacityError`, and nothing is
-        delivered. "drop": the rank divides its rows among its experts by max-min fairness, in steps of `alignment`,
-        and each expert divides its rows among the source ranks likewise. A source keeps its first tokens.
-        `routing.dropped` counts the assignments without a row.
+      on_overflow: if a rank would receive more than C rows: "raise": `CapacityError`, and nothing is delivered. "drop":
+        the rank divides its rows among its experts by max-min fairness, in steps of `alignment`, and each expert
+        divides its rows among the source ranks in the same way. A source keeps its first tokens. `routing.dropped`
+        counts the assignments without a row.
       implementation: "kernels", "xla" (jax.lax alone), or "auto": "kernels", or "xla" if kernels would have to
         exchange between CPU processes. With "xla", an overflow fills `rows` with NaN, and `group.check()` or the next
         op raises it.
@@ -132,7 +132,7 @@ def dispatch(
 
     Raises:
       ValueError, TypeError: an argument is wrong; raised when the op is traced.
-      JaxEpError: an earlier op of this group failed. If this op fails, awaiting its results raises
+      JaxEpError: an earlier op of this group failed. If this op fails, `jax.block_until_ready` of its results raises
         `jax.errors.JaxRuntimeError` on a CPU; on a GPU the results are NaN. `group.check()` and the next op raise the
         typed error.
     """
@@ -197,7 +197,7 @@ def combine(
 def run_dispatch(
     call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
-    """The validated call: `Unexpanded` where `call.config.expand` is false."""
+    """Runs a validated call. Returns `Unexpanded` if `call.config.expand` is false."""
     group, config, num_tokens = call.group, call.config, tokens.shape[0]
     path = call.path(expert_ids.size)
     if path == "in place":

@@ -1,12 +1,12 @@
 """The experts between a dispatch and a combine, forward, and their one derivative.
 
-Let x [H] be a dispatched row, and w the weight by which combine scales the answer y to it. Forward:
+Let x [H] be a dispatched row, and w the weight by which combine scales its output y. Forward:
 
     g = x G + b_G,  u = x U + b_U      products by gate and up, saved
     a = unit(g, u)                     computed again in the backward pass
     y = a D + b_D                      not saved
 
-Backward, let c be the cotangent of w y, which one exchange brings to the row. A sum is over the rows of an expert.
+Backward, let c be the cotangent of w y, which one exchange sends to the row. Sums are over the rows of an expert.
 
     e = c D^T
     (dg, du) = unit'(w e)              the transpose of the unit's derivative
@@ -15,8 +15,8 @@ Backward, let c be the cotangent of w y, which one exchange brings to the row. A
     dG = sum x^T dg,     db_G = sum dg,     and so for U
     dx = dg G^T + du U^T               which the other exchange brings back and adds up
 
-As w scales w e and w a instead of c and y, all elementwise work has F columns, not H (SonicMoE: Guo et al., 2025). A
-matrix in float8 has no gradient.
+We do not save y: since combine only scales its rows, w scales e and a [F] instead of c and y [H] (SonicMoE: Guo et al.,
+2025). Matrices in float8 have no gradient.
 
 JAX differentiates the plain chain of these ops instead if the layer spans several nodes, runs in plain jax.lax, scales
 its inputs, or has a `product` function.
@@ -60,22 +60,20 @@ from jax_ep.ops.moe.units import (
     with_bias,
 )
 
-ProductFunction = Callable[[jax.Array, PyTree, jax.Array], jax.Array]  # of rows, matrices and group sizes
+ProductFunction = Callable[[jax.Array, PyTree, jax.Array], jax.Array]  # (rows, matrices, group sizes)
 Products = tuple[jax.Array, ...]  # by gate and up, by both in one, or by up alone
 Parameters = tuple[jax.Array, ...]  # of the unit (`closed_over`)
 _Ids = TypeVar("_Ids")  # jax.Array; None among tangents and cotangents
 
-# The name by which a policy of `jax.checkpoint` keeps the products by gate and up; in the plain chain also the product
-# by down.
+# The name of the products with gate and up for policies of `jax.checkpoint`; in the plain chain also the product with
+# down.
 PRODUCTS = "jax_ep_products"
 
 
 class ExpertsCall(NamedTuple):
-    """A validated call of a layer without its arrays. Its experts have a tuple of biases, each may be None."""
-
     dispatch: DispatchCall
     unit: Unit
-    in_float8: bool  # products are in float8; operands are quantized unless they are in float8 already
+    in_float8: bool  # products are in float8: arrays are quantized
     weigh_inputs: bool
     product: ProductFunction | None
 
@@ -86,7 +84,7 @@ class ExpertsCall(NamedTuple):
 
 
 class Operands(NamedTuple, Generic[_Ids]):
-    """The arrays of a layer; or tangents or cotangents of them, None for an array without one."""
+    """The arrays of a layer, or their tangents or cotangents, which may be None."""
 
     tokens: jax.Array
     expert_ids: _Ids
@@ -96,7 +94,7 @@ class Operands(NamedTuple, Generic[_Ids]):
 
 
 def experts_of_tokens(call: ExpertsCall, operands: Operands[jax.Array]) -> tuple[jax.Array, MoeStats]:
-    """Each token's weighted sum [T, H'] of its experts' answers, and what was counted."""
+    """Each token's weighted sum [T, H'] of its experts' outputs, and the layer's counts."""
     tokens, _, _, experts, _ = operands
     dispatch = call.dispatch
     if not call.has_own_derivative:
@@ -107,7 +105,7 @@ def experts_of_tokens(call: ExpertsCall, operands: Operands[jax.Array]) -> tuple
     shape = (dispatch.config.capacity, experts.down.shape[1])
     unit, parameters = closed_over(call.unit, vary.result_type(shape, tokens.dtype, tokens))
     zeroed = _zeroes_unused(call)
-    # With several ranks, products lose more by gathering than an exchange by expanding (docs/negative-results.md).
+    # With several ranks a gather costs products more than expansion costs the exchange (docs/negative-results.md).
     if dispatch.group.size == 1 and not (zeroed or call.in_float8):
         dispatch = dispatch.unexpanded(tokens.shape[0])
     config = dataclasses.replace(
@@ -120,8 +118,8 @@ def experts_of_tokens(call: ExpertsCall, operands: Operands[jax.Array]) -> tuple
 
 
 def _zeroes_unused(call: ExpertsCall) -> bool:
-    """Whether unused rows are zeroed. Our kernels, and XLA on CPUs, do not read unused rows. Libraries that XLA calls
-    on old GPUs may add unused rows to the last group, and `jax.debug_nans` looks at all rows."""
+    """Whether unused rows are zeroed. Libraries that XLA calls on old GPUs may add them to the last group, and
+    `jax.debug_nans` reads all rows. Our kernels, and XLA on CPUs, do not read them."""
     others_multiply = call.dispatch.group.platform != "cpu" and not (gemm.has_gemm() or gemm.pallas_platforms())
     return others_multiply or jax.debug_nans.value or jax.debug_infs.value
 
@@ -134,7 +132,7 @@ def plain_answers(
     experts: Experts,
     parameters: Parameters = (),
 ) -> tuple[jax.Array, Routing]:
-    """The experts' answers to expanded rows, and the routing by which they are combined. JAX differentiates it."""
+    """The experts' outputs for expanded rows, and the routing for combine. JAX differentiates this function."""
     multiply: Callable[..., jax.Array] = call.product or partial(
         matmul.ragged_dot, implementation="auto" if call.dispatch.by_kernels else "xla"
     )
@@ -152,8 +150,8 @@ def plain_answers(
 
 
 def _unit_of_rows(call: ExpertsCall, routing: Routing, products: Products, parameters: Parameters) -> jax.Array:
-    """The unit of the products. A function of the user's gets 1 in rows without an assignment, because its slope at 0
-    may be infinite, and gradients of what it closed over add up all rows."""
+    """The unit of the products. A user's function gets 1 in rows without an assignment: its slope at 0 may be infinite,
+    and gradients of its parameters add up all rows."""
     if call.unit.known is None:
         mask = routing.row_mask()[:, None]
         products = tuple(jnp.where(mask, each, jnp.ones((), each.dtype)) for each in products)
@@ -165,8 +163,6 @@ def stats_of(routing: Routing) -> MoeStats:
 
 
 class Residuals(NamedTuple):
-    """What derivatives need besides cotangents or tangents."""
-
     rows: Rows | Float8Rows  # [C, H], as dispatched: expanded, or where the tokens landed
     sizes: jax.Array
     routing: Routing
@@ -196,7 +192,6 @@ def _experts_jvp(call: ExpertsCall, primals: tuple[Operands[jax.Array]], tangent
 
 
 def _forward(call: ExpertsCall, operands: Operands[jax.Array], *, keep_products: bool) -> tuple[jax.Array, Residuals]:
-    """The sums, and what derivatives need: without `keep_products` no products."""
     group = call.dispatch.group
     out = run_dispatch(call.dispatch, *operands[:3])
     rows, routing = out.rows, out.routing
@@ -210,16 +205,16 @@ def _forward(call: ExpertsCall, operands: Operands[jax.Array], *, keep_products:
 
 
 def rows_to_multiply(rows: GatheredRows, sizes: jax.Array) -> Rows:
-    """The rows; or, if there are few, a copy. Products of few rows wait for their weights, and a kernel that gathers
-    has room for fewer of these: the gated product of 256 rows and 128 experts of Qwen3-30B takes 194 us on an H200, and
-    168 us after a copy."""
+    """The rows, or a copy of few rows. Products of few rows wait for their weights, and a kernel that gathers has room
+    for fewer weights: the gated product of 256 rows and 128 experts of Qwen3-30B takes 194 us on an H200, and 168 us
+    after a copy."""
     return dense_rows(rows) if rows.indices.size <= 16 * sizes.size else rows
 
 
 def answers_of(
     call: ExpertsCall, residuals: Residuals, dtype: np.dtype, *, keep_products: bool
 ) -> tuple[jax.Array, Products]:
-    """The experts' answers to dispatched rows, and the products by gate and up if `keep_products`."""
+    """The experts' outputs for dispatched rows, and the products with gate and up if `keep_products`."""
     inner, products = _up_and_gate(call, residuals, dtype, keep_products=keep_products)
     down, sizes, (_, bias) = residuals.experts.down, residuals.sizes, product_biases(residuals.experts)
     if call.in_float8 or isinstance(inner, Float8Rows):
@@ -236,10 +231,10 @@ def answers_of(
 def _up_and_gate(
     call: ExpertsCall, residuals: Residuals, dtype: np.dtype, *, keep_products: bool
 ) -> tuple[jax.Array | Float8Rows, Products]:
-    """The unit of the products by gate and up, and these products.
+    """The unit of the products with gate and up, and these products.
 
-    On Hopper one kernel computes all, if the unit is known. In float8 the kernel takes no biases, keeps no products,
-    and quantizes its result for the product by down.
+    On Hopper one kernel computes a known unit. In float8 the kernel takes no biases, keeps no products, and quantizes
+    its result.
     """
     rows, sizes, routing, _, experts, parameters = residuals
     matrices, (biases, _) = experts.first_matrices, product_biases(experts)
@@ -281,7 +276,6 @@ def _up_and_gate(
 
 
 def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands[None]) -> jax.Array:
-    """The tangents of the sums, by the plain chain after the dispatch."""
     rows, sizes, routing, _, experts, parameters = residuals
     group, d_experts = call.dispatch.group, d_operands.experts
     d_rows = dense_rows(_at_rows(group, d_operands.tokens, rows, routing))
@@ -334,7 +328,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
 
 
 def _at_rows(group: Group, tokens: jax.Array, like: Rows | Float8Rows, routing: Routing) -> Rows:
-    """Tangents or cotangents [T, H] of tokens, where `like` has the tokens: at rows [C, H], or at indices of them."""
+    """Tangents or cotangents [T, H] of tokens, moved to the rows of `like`."""
     if isinstance(like, GatheredRows):
         return dataclasses.replace(like, matrix=tokens)
     return kernels.scatter(group, tokens, routing)
@@ -358,8 +352,8 @@ def _down_bias_cotangents(
         d_bias = matmul.rhs_gradient(both, d_answers, sizes)[:, :2].astype(jnp.float32).sum(axis=1)
         by_weight = inner_products(d_answers, bias_of_rows(bias, sizes, row_weights.shape[0]))
         return d_bias.astype(bias.dtype), by_weight
-    # All rows are those of this rank's tokens. Products with the tokens' cotangents [T, H] read fewer bytes than sums
-    # of rows [C, H] do.
+    # All rows belong to this rank's tokens. Products with the tokens' cotangents [T, H] read fewer bytes than sums of
+    # rows [C, H].
     product = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
     tokens, expert_of_row = d_answers.matrix, expert_of_rows(sizes, row_weights.shape[0])
     expert = of_assignments(expert_of_row, routing)[0]
@@ -372,7 +366,7 @@ def _down_bias_cotangents(
 
 
 def _summands(weights: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array]:
-    """Two arrays of `dtype` that add up to `weights` to within 2^-16: products of 16-bit operands are exact."""
+    """Two arrays of `dtype` whose sum is `weights` to within 2^-16, because products of 16-bit operands are exact."""
     high = weights.astype(dtype)
     return high, (weights - high.astype(weights.dtype)).astype(dtype)
 

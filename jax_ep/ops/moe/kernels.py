@@ -1,6 +1,6 @@
 """The kernels of dispatch and combine, as FFI calls, with their derivatives, forward and backward.
 
-All are linear in their rows, and each kernel serves the transpose of another:
+All are linear in their rows. Each kernel serves the transpose of another:
 
 | forward op     | its transpose                                      | kernel of the transpose                    |
 |----------------|----------------------------------------------------|--------------------------------------------|
@@ -9,11 +9,10 @@ All are linear in their rows, and each kernel serves the transpose of another:
 | `scatter`      | `return_rows`                                      | combine; the returned weights are not used |
 | `return_rows`  | `scatter`; weights go by an all-gather             | scatter                                    |
 
-With expand=False the same kernels run along `Routing.of_slots`. The tangent of dispatch is a `scatter`, the tangent of
-combine is a combine. If tokens come in chunks, each chunk is a call with its part of the routing.
+With expand=False the same kernels take `Routing.of_slots`. The tangent of dispatch is a `scatter`, the tangent of
+combine is a combine. Each chunk of tokens is a call with its part of the routing.
 
-The results of dispatch and combine have names (`jax.ad_checkpoint.checkpoint_name`). A policy of `jax.checkpoint` that
-keeps these names saves a second exchange.
+The results of dispatch and combine have names for policies of `jax.checkpoint`.
 """
 
 import dataclasses
@@ -76,7 +75,7 @@ def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Rout
 def scatter_all(group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing]) -> jax.Array:
     """`scatter` of tokens in chunks into the same rows, each along its part of a routing.
 
-    With several chunks the rows are zeroed first, as each call writes only its own rows.
+    With several chunks the rows are zeroed first, because each call writes only its own rows.
     """
     if len(routings) == 1:
         return scatter(group, tokens[0], routings[0])
@@ -95,13 +94,12 @@ def intranode_combine(group: Group, expert_outputs: jax.Array, weights: jax.Arra
 def combine_chunks(
     group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
 ) -> list[jax.Array]:
-    """The sums of each chunk's tokens."""
     routings = chunks.cut(dataclasses.replace(routing, weights=weights))
     return [_run_combine(group, expert_outputs, part.weights, part) for part in routings]
 
 
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
-    """Values [C] of rows by the assignments that have one: [R, T, K], 0 for the others."""
+    """Values [C] of rows, by assignment: [R, T, K], 0 for assignments without a row."""
     return jnp.where(routing.row_of >= 0, by_row.at[routing.row_of].get(mode="clip"), 0)
 
 
@@ -116,14 +114,14 @@ def inner_products(rows: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def sent_weights(group: Group, weights: jax.Array, routing: Routing) -> jax.Array:
-    """Weights [T, K] of each rank, as a dispatch delivers them: [R, T, K]."""
+    """Weights [T, K] of each rank, exchanged as by a dispatch: [R, T, K]."""
     return jnp.where(routing.row_of >= 0, jax.lax.all_gather(weights, group.axis_name), 0)
 
 
 def intranode_dispatch(
     op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Dispatched | Unexpanded:
-    """Runs the kernel, for `op`, without a derivative; `_with_derivative` attaches one."""
+    """Runs the kernel for `op`. `_with_derivative` attaches the derivative."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
     out = _run_dispatch(op, group, config, constant_tokens, expert_ids, constant_weights)
     out = checkpoint_name(out, DISPATCHED)
@@ -161,7 +159,7 @@ def _from_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Ar
 
 
 def _to_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Sends tokens to their slots [R T, H] at ranks where they have a row, and weights. Other slots hold anything."""
+    """Sends tokens to their slots [R T, H] at ranks where they have a row, and weights. Other slots are undefined."""
     tokens, weights = operands
     if group.size > 1:
         tokens = scatter(group, tokens, routing.of_slots(jax.lax.axis_index(group.axis_name)))
@@ -226,7 +224,7 @@ def _run_dispatch(
 def _run_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H].
 
-    Rows without a token are those of `onto`, or as a dispatch leaves them (`DispatchConfig.zero_unused`).
+    Rows without a token are those of `onto`, or follow `DispatchConfig.zero_unused`.
     """
     config = routing.config
     called = ffi.call(
@@ -285,9 +283,8 @@ def _call_combine(
 
 
 def _combine_locally(rows: jax.Array, routing: Routing, weights: jax.Array | None = None) -> jax.Array:
-    """`combine` of a rank that exchanges nothing: XLA's gathers run at the speed of memory.
-
-    The tokens of a dispatch that failed become NaN.
+    """`combine` of a group of one rank: XLA's gathers run at the speed of memory. Tokens of a failed dispatch become
+    NaN.
     """
     row_of = routing.row_of[0]
     nothing = jnp.zeros((row_of.shape[0], rows.shape[1]), jnp.float32)

@@ -1,7 +1,7 @@
-"""Where the assignments of a dispatch lie, derived in plain jax.numpy from the expert ids of all ranks.
+"""The layout of a dispatch in plain jax.numpy, from the expert ids of all ranks: segments, max-min fair quotas, and the
+row of each assignment.
 
-The segments of a rank's rows, max-min fair quotas of rows if a dispatch may drop, and the row of each assignment. For
-`implementation="xla"`, a group of one GPU, the exchange between nodes, and layers of shared tokens.
+For `implementation="xla"`, a group of one GPU, the exchange between nodes, and layers of shared tokens.
 """
 
 from typing import NamedTuple
@@ -22,11 +22,11 @@ class Layout(NamedTuple):
     dropped: jax.Array  # [N] bool
     group_sizes: jax.Array  # [R, E / R] padded and clipped to capacity
     counts: jax.Array  # [S, E] of each source rank, before drops
-    needed: jax.Array  # [R] rows each rank would need, if none may be dropped
+    needed: jax.Array  # [R] rows that each rank would need without drops
 
 
 def layout(ids: jax.Array, config: DispatchConfig, sources: int, first_expert: jax.Array | int = 0) -> Layout:
-    """Where a dispatch puts the assignments `ids` [N] of all source ranks, in the order of the ranks.
+    """The layout of the assignments `ids` [N] of all source ranks, in the order of the ranks.
 
     `first_expert`: the number of expert 0 among the experts of all nodes.
     """
@@ -60,10 +60,10 @@ def positions(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """[S * N] int32: for each of `expert` [S, N], how many of the same expert come before it in row-major order. And
     [S, experts] int32: how many of each expert a source has. Experts out of bounds have position 0 and no count.
 
-    A counting sort in blocks: all pairs within a block are compared, and the experts of each block are counted.
+    A counting sort in blocks: all pairs within a block are compared.
     """
     sources, width = expert.shape
-    if width == 0:  # sorted, as jaxlib 0.10 does not compile the gradient of a program that is constant
+    if width == 0:  # sorted, because jaxlib 0.10 does not compile the gradient of a constant program
         return jnp.sort(expert.reshape(-1)), jnp.zeros((sources, experts), jnp.int32)
     blocks = -(-width // _BLOCK)
     padded = jnp.pad(expert, ((0, 0), (0, blocks * _BLOCK - width)), constant_values=experts).reshape(-1, _BLOCK)
@@ -84,7 +84,7 @@ def count_invalid(expert_ids: jax.Array, num_experts: int) -> jax.Array:
 
 
 def segments(rows: jax.Array, alignment: int, capacity: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of experts with `rows` [..., L] int32: padded rows, the ends of segments, and group sizes within the capacity."""
+    """For experts with `rows` [..., L] int32: padded rows, ends of segments, and group sizes within the capacity."""
     padded = -(-rows // alignment) * alignment
     ends = jnp.cumsum(padded, axis=-1, dtype=jnp.int32)
     return padded, ends, jnp.minimum(ends, capacity) - jnp.minimum(ends - padded, capacity)
@@ -98,14 +98,14 @@ def expert_of_rows(group_sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
-    """Divides `room` [...] among members that ask for `demand` [..., n]. Returns [..., n]: what each gets.
+    """Divides `room` [...] among members that need `demand` [..., n]. Returns their shares [..., n].
 
-    A member gets what it asks for, up to the highest common level that fits. The rest goes, one each, to the first
-    members that ask for more.
+    A member gets its demand, up to the highest common level that fits. The rest goes, one each, to the first members
+    that need more.
     """
     ascending, room = jnp.sort(demand), jnp.broadcast_to(jnp.asarray(room, jnp.int32), demand.shape[:-1])[..., None]
     before = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32) - ascending
-    # The members that are left, if all before get what they ask for.
+    # The members that are left, if all before get their demand.
     others = demand.shape[-1] - jax.lax.broadcasted_iota(jnp.int32, demand.shape, demand.ndim - 1)
     level = jnp.where(before <= room, (room - before) // others, 0).max(axis=-1, keepdims=True)
     quotas, more = jnp.minimum(demand, level), demand > level
@@ -114,13 +114,13 @@ def fair_quotas(demand: jax.Array, room: jax.Array | int) -> jax.Array:
 
 
 def rows_of_experts(demand: jax.Array, alignment: int, capacity: int) -> jax.Array:
-    """The rows [..., L] that a rank's experts keep of `demand`, by quotas in steps of `alignment` rows."""
+    """The rows [..., L] of `demand` that a rank's experts keep, by quotas in steps of `alignment` rows."""
     steps = fair_quotas(-(-demand // alignment), capacity // alignment)
     return jnp.minimum(demand, steps * alignment)
 
 
 def rows_of_sources(demand: jax.Array, kept: jax.Array, first: jax.Array | int) -> jax.Array:
-    """The rows [R, E] that the source ranks keep of `demand`, if experts keep `kept` [E].
+    """The rows [R, E] of `demand` that the source ranks keep, if experts keep `kept` [E].
 
     Rows left over go one each to the sources, starting at source e modulo R. `first`: the number of the first expert.
     """

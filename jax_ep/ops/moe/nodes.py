@@ -1,13 +1,12 @@
 """dispatch and combine over several nodes: XLA's collectives between them, kernels inside.
 
 dispatch sends every token to every node; with `NodeOptions.capacity`, once to each node that has one of its experts.
-Between nodes a token travels to the rank with the index of its own rank. That rank sends the token once to each rank of
-the node that needs it. combine goes back: each node sums the outputs of its experts for a token, then the token's rank
-adds the nodes' sums in the order of the nodes. (DeepEP's internode kernels do the same.)
+There the rank with the same index receives it, and sends it once to each rank of the node that needs it. combine is the
+reverse: each node sums its experts' outputs for a token, then the token's rank adds the nodes' sums in the order of the
+nodes. (DeepEP's internode kernels do the same.)
 
 Rows are ordered by source rank, as in one group of all ranks. Kernels know only the ranks of their node and would give
-another order. So this module derives the routing from the expert ids of all tokens that came to the node, and the
-kernels move rows along it. All steps are differentiable functions.
+another order. So this module derives the routing from the expert ids of all tokens that came to the node.
 """
 
 from functools import partial
@@ -34,7 +33,6 @@ _Rows = TypeVar("_Rows")  # a pytree of rows
 
 
 def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> Dispatched:
-    """`jax_ep.dispatch` of validated operands."""
     group = call.group
     of_nodes = _ids_of_nodes(expert_ids, group.nodes, call.inside.num_experts)
     sent, most = None, None
@@ -53,7 +51,6 @@ def internode_dispatch(call: DispatchCall, tokens: jax.Array, expert_ids: jax.Ar
 
 
 def internode_combine(group: Group, expert_outputs: jax.Array, routing: NodeRouting, *, by_kernels: bool) -> jax.Array:
-    """`jax_ep.combine` of validated operands."""
     assert group.intranode is not None
     chunks = Chunks(group.nodes, routing.chunks if by_kernels else 1)
     if by_kernels:
@@ -89,7 +86,7 @@ def _routing_inside(call: DispatchCall, ids: jax.Array, weights: jax.Array) -> t
     """The routing of the tokens that came to this node, and [L], the rows that each rank of the node needs.
 
     Args:
-      ids: [N, B, K], of the tokens that this rank received, by source node; relative to this node's first expert.
+      ids: [N, B, K], of the tokens that this rank received, by source node, relative to this node's first expert.
       weights: [N B, K].
     """
     axis, inside = call.intranode.axis_name, call.inside
@@ -156,7 +153,7 @@ def _received(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, loc
 
 
 def _moved(call: DispatchCall, tokens: jax.Array, sent: jax.Array | None, local: Routing) -> jax.Array:
-    """Sends tokens [T, H] to their nodes and to their rows there."""
+    """Sends tokens [T, H] to their nodes, and to their rows there."""
     chunks = Chunks(call.group.nodes, call.chunks)
     taken_in = _to_nodes(call.group, tokens, sent, chunks)
     if call.by_kernels:
@@ -194,7 +191,7 @@ def _send_to_nodes(group: Group, chunks: Chunks, sent: jax.Array | None, x: jax.
     taken_in: list[jax.Array] = []
     for chunk in chunks.slices(x.shape[0] if sent is None else sent.shape[1]):
         part = x[chunk] if sent is None else x.at[sent[:, chunk]].get(mode="fill", fill_value=0)
-        if taken_in:  # one collective after the other; otherwise XLA would merge small ones
+        if taken_in:  # one after the other, or XLA would merge small collectives
             part, taken_in[-1] = jax.lax.optimization_barrier((part, taken_in[-1]))
         if sent is None:
             came = jax.lax.all_gather(part, group.node_axes)
@@ -215,6 +212,6 @@ def _sum_from_nodes(group: Group, num_tokens: int, sent: jax.Array | None, chunk
     def taken(part: jax.Array, node: int) -> jax.Array:
         return part.at[number[node]].get(mode="fill", fill_value=0)
 
-    # A token may be in different chunks for different nodes, so sums begin when all chunks are here.
+    # A token may be in different chunks for different nodes, so sums wait for all chunks.
     sums = jnp.concatenate([jax.lax.all_to_all(part, group.node_axes, 0, 0) for part in parts], axis=1)
     return added_up(sums, taken)

@@ -1,9 +1,7 @@
-"""The settings of a dispatch: one frozen record, which is checked and built here once, from the arguments of a user.
-And the call with them, which knows its path.
+"""The settings of a dispatch: one frozen record, checked and built here from a user's arguments.
 
-The FFI call takes the record, processes compare it to check that they make the same call, and the routing keeps it.
-Each library compares its names with the spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op
-that was called, which may be moe_mlp.
+The FFI call takes the record, processes compare it, and the routing keeps it. Each library compares its names with the
+spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op that was called, which may be moe_mlp.
 """
 
 import dataclasses
@@ -22,7 +20,7 @@ from jax_ep.group import Group
 
 LOGGER = logging.getLogger("jax_ep")
 Wire = Literal["float8", "float8_rows"]
-# "nodes": XLA between nodes, kernels or XLA inside. "xla": jax.lax alone. "in place": nothing moves; rows are tokens.
+# "nodes": XLA between nodes, kernels or XLA inside. "xla": only jax.lax. "in place": rows stay in the tokens.
 Path = Literal["nodes", "xla", "in place", "kernels"]
 
 
@@ -45,8 +43,8 @@ class DispatchConfig:
 
     `capacity` is in rows. If `zero_unused` is false, rows after the last expert's are undefined (possibly NaN) in
     `Dispatched.rows`, in its tangent, and in the cotangent of combine's `expert_outputs`. If `expand` is false, a token
-    stays in the slot in which it lands, number `source * T + token` of R T slots, and `Unexpanded.indices` holds the
-    slot of each row.
+    stays in its landing slot, number `source * T + token` of R T slots, and `Unexpanded.indices` holds the slot of each
+    row.
     """
 
     size: int = dataclasses.field(metadata=ffi.NO_SETTING)
@@ -70,10 +68,10 @@ class DispatchConfig:
         return ffi.settings(self) | {"wire": self.wire or "plain"}
 
     def check(self, op: str, name: str, *, empty: bool) -> None:
-        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch could be called like this.
+        """Raises ValueError or TypeError, naming `op` and the argument, unless a dispatch can have these settings.
 
         Args:
-          empty: there are no assignments: then the capacity may be 0.
+          empty: there are no assignments, so the capacity may be 0.
         """
         for field in ("size", "num_experts", "alignment"):
             checks.check_int(op, f"{name}.{field}", getattr(self, field))
@@ -90,14 +88,12 @@ class DispatchConfig:
 
 
 class DispatchCall(NamedTuple):
-    """A validated call of dispatch without its arrays."""
-
-    op: str  # that the user called
+    op: str  # called by the user
     group: Group
     config: DispatchConfig  # for one group of all ranks
-    node_capacity: int | None  # tokens that a rank can send to a node; None: every node is sent all
-    chunks: int  # how many chunks a rank makes of the tokens from another node
-    by_kernels: bool  # if not, jax.lax runs, also inside a node
+    node_capacity: int | None  # tokens that a rank can send to a node; None: all
+    chunks: int  # of the tokens from another node
+    by_kernels: bool  # otherwise jax.lax runs, also inside a node
 
     @property
     def intranode(self) -> Group:
@@ -110,7 +106,6 @@ class DispatchCall(NamedTuple):
         return dataclasses.replace(self.config, size=self.intranode.size, num_experts=experts)
 
     def path(self, assignments: int) -> Path:
-        """Who runs it."""
         if self.group.intranode is not None:
             return "nodes"
         if not self.by_kernels:
@@ -121,14 +116,14 @@ class DispatchCall(NamedTuple):
         return "kernels" if moves or not config.always_fits(assignments) else "in place"
 
     def unexpanded(self, num_tokens: int) -> "DispatchCall":
-        """With expand=False, or as it is if that would take more memory, or the group has several nodes."""
+        """The call with expand=False, unless that takes more memory or the group has several nodes."""
         slots = self.group.size * num_tokens
         expand = self.group.intranode is not None or not 0 < slots < self.config.capacity
         return self._replace(config=dataclasses.replace(self.config, expand=expand))
 
 
 def is_alone_on_gpu(group: Group) -> bool:
-    """Whether there is nobody to exchange with. On CPUs the protocol always runs."""
+    """Whether the group is one GPU, which exchanges nothing. On CPUs the protocol always runs."""
     return group.size == 1 and group.platform != "cpu"
 
 
@@ -150,7 +145,7 @@ def validated(
 ) -> tuple[DispatchCall, tuple[jax.Array, jax.Array, jax.Array]]:
     """The call, and its operands as kernels take them: ids int32, weights float32, all varying over one set of axes.
 
-    The caller has called `check_group`. Raises ValueError or TypeError, naming `op` and the argument that is wrong.
+    Call `check_group` before. Raises ValueError or TypeError, naming `op` and the wrong argument.
 
     Args:
       shared_tokens: all ranks have the same tokens, which do not travel.
@@ -204,7 +199,7 @@ def validated(
 
 
 def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
-    """Whether types show that these arrays are the same on several ranks."""
+    """Whether types show that several ranks have the same arrays."""
     typed = group.size > 1 and vary.tracks_varying(group.axis_name)
     return typed and not any(vary.varies(x, group.axis_name) for x in operands)
 
@@ -215,7 +210,7 @@ def note_same_tokens(level: int, op: str, ranks: int, what: str) -> None:
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
-    """Whether an op runs kernels. An op without tokens does not, because jaxlib does not compile a custom call in a
+    """Whether an op runs kernels. An op without tokens does not: jaxlib does not compile a custom call in a
     `jax.shard_map` whose operands are all empty.
     """
     return group._resolve(op, implementation, serves_nodes=True) == "kernels" and num_tokens > 0

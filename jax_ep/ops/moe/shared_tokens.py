@@ -1,4 +1,4 @@
-"""A layer for serving, where all ranks have the same tokens: only the sums of the ranks' own experts travel."""
+"""A layer for serving, in which all ranks have the same tokens: only the sums of the ranks' experts travel."""
 
 import dataclasses
 import os
@@ -29,13 +29,12 @@ from jax_ep.runtime.undelivered import nan_on_overflow, undelivered_if
 
 
 def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Array, MoeStats]:
-    """Each token's weighted sum [T, H'] of its experts' answers, the same on all ranks, and what each rank counted.
+    """Each token's weighted sum [T, H'] of its experts' outputs, the same on all ranks, and each rank's counts.
 
-    A rank takes the rows of its own experts. Sums stay float32 until the sums of all ranks are added up. In a group of
-    one rank this is the plain layer.
+    A rank computes its own experts. Sums stay float32 until the sums of all ranks are added up.
     """
     group, config = call.dispatch.group, call.dispatch.config
-    if group.size == 1:  # the sum over this rank makes the types alike on all ranks
+    if group.size == 1:  # the psum makes the result invariant over the axis
         total, stats = experts_of_tokens(call, operands)
         return jax.lax.psum(total, group.axis_name), stats
     tokens, expert_ids, weights, experts, _ = operands
@@ -45,7 +44,7 @@ def sums_of_shared_tokens(call: ExpertsCall, operands: Operands) -> tuple[jax.Ar
     tokens, expert_ids, weights = agreement.enter((tokens, expert_ids, weights))
     local, rank = config.local_experts, jax.lax.axis_index(group.axis_name)
     mine = expert_ids - rank * local
-    mine = jnp.where((mine >= 0) & (mine < local), mine, -1)  # without a division XLA fuses it into what reads it
+    mine = jnp.where((mine >= 0) & (mine < local), mine, -1)  # without a division XLA fuses it into its users
     alone = dataclasses.replace(config, size=1, num_experts=local, wire=None)
     _, sizes, routing, indices = dispatch_in_place(alone, tokens, mine, weights)
     rows = rows_to_multiply(GatheredRows(tokens, indices), sizes)
@@ -85,7 +84,7 @@ def _nan_unless_shared(group: Group, total: jax.Array, *operands: jax.Array) -> 
 
 
 def _hashed(x: jax.Array) -> jax.Array:
-    """A uint32 of the bits of an array of 16 or 32 bits a value, and of their places."""
+    """A uint32 hash of the bits of an array of 16- or 32-bit values, and of their places."""
     words = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(x), jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
     words = words.astype(jnp.uint32).ravel()
     mixed = (words ^ (jnp.arange(words.size, dtype=jnp.uint32) * np.uint32(0x9E3779B9))) * np.uint32(0x85EBCA6B)

@@ -13,8 +13,8 @@ from jax_ep.group import Group
 from jax_ep.ops.moe.layout import expert_of_rows, rows_of_experts, segments
 from jax_ep.ops.moe.settings import DispatchConfig
 
-# The names by which a policy of `jax.checkpoint` keeps the results of an exchange.
-DISPATCHED = "jax_ep_dispatch"  # all that a dispatch returns
+# Names for policies of `jax.checkpoint`.
+DISPATCHED = "jax_ep_dispatch"  # all results of a dispatch
 COMBINED = "jax_ep_combine"  # the sums
 
 RowsT = TypeVar("RowsT")  # jax.Array, or `Float8Rows`
@@ -22,7 +22,7 @@ NO_GRADIENT = "dispatch: wire='float8_rows' has no gradient; differentiate with 
 
 
 class Chunks(NamedTuple):
-    """How a rank cuts the tokens that it received from each node: into `number` chunks, at most one a token."""
+    """How a rank cuts the tokens that it received from each node: into `number` chunks at most."""
 
     nodes: int = 1
     number: int = 1
@@ -33,7 +33,7 @@ class Chunks(NamedTuple):
         return [slice(i * tokens // count, (i + 1) * tokens // count) for i in range(count)]
 
     def cut(self, routing: "Routing") -> "list[Routing]":
-        """The routing of each chunk's tokens; `counts` still counts all tokens."""
+        """The routing of each chunk's tokens. `counts` still counts all tokens."""
         tokens, top_k = routing.targets.shape[0] // self.nodes, routing.targets.shape[1]
         if len(slices := self.slices(tokens)) == 1:
             return [routing]
@@ -52,19 +52,19 @@ WHOLE = Chunks()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class Routing:
-    """Where every assignment of a dispatch went: what `combine` needs, and what was counted.
+    """The rank and row of every assignment of a dispatch, for `combine`, and counts.
 
     Shapes are per rank, with T tokens, top-K, E experts and R ranks. Every leaf has a leading axis, so under
     `jax.shard_map` the one spec `P(axis_name)` fits the whole pytree.
 
     Attributes:
-      targets: [T, K] int32. For each assignment of this rank `owner * capacity + row`; -1 if there is no row.
-      row_of: [R, T, K] int32. For each assignment of source rank s the row of this rank that holds it, or -1.
-      weights: [R, T, K] float32. The weights as they arrived, 0 where `row_of` is -1. Differentiable.
+      targets: [T, K] int32. `owner * capacity + row` of each assignment of this rank, or -1 without a row.
+      row_of: [R, T, K] int32. The row on this rank of each assignment of source rank s, or -1.
+      weights: [R, T, K] float32. The received weights, 0 where `row_of` is -1. Differentiable.
       counts: [R, E / R] int32. Assignments per source rank and local expert, before padding and before drops.
       dropped: [1] int32. Assignments of this rank's tokens that found no room (`on_overflow="drop"`).
       invalid: [1] int32. Assignments of this rank's tokens whose expert id was neither -1 nor in [0, E).
-      config: static; how the dispatch was called.
+      config: static; the settings of the dispatch.
     """
 
     targets: jax.Array
@@ -80,7 +80,7 @@ class Routing:
 
     @property
     def group_sizes(self) -> jax.Array:
-        """[E / R] int32, as the dispatch returned: rows of each local expert, with padding, within the capacity."""
+        """[E / R] int32, as returned by the dispatch: rows of each local expert, with padding, within the capacity."""
         alignment, capacity = self.config.alignment, self.config.capacity
         rows = self.counts.sum(axis=0, dtype=jnp.int32)
         if self.config.drop:
@@ -88,7 +88,7 @@ class Routing:
         return segments(rows, alignment, capacity)[2]
 
     def expert_of_row(self) -> jax.Array:
-        """[C] int32: the local expert of each row of the products, also of padding; E / R after the last expert's."""
+        """[C] int32: the local expert of each row of the products, also of padding, or E / R in unused rows."""
         return expert_of_rows(self.group_sizes, self.config.capacity)
 
     def weight_of_row(self) -> jax.Array:
@@ -96,11 +96,11 @@ class Routing:
         return self.by_row(self.weights, 0)
 
     def row_mask(self) -> jax.Array:
-        """[C] bool: the rows of the products that hold an assignment; not padding, nor rows after the last expert's."""
+        """[C] bool: which rows of the products have an assignment. The others are padding, or unused."""
         return self.by_row(self.row_of >= 0, False)
 
     def by_row(self, values: jax.Array, nothing: float) -> jax.Array:
-        """[C]: for each row of this rank the value of its assignment, of `values` [R, T, K]; else `nothing`."""
+        """[C]: for each row of this rank the value of its assignment in `values` [R, T, K], or `nothing`."""
         row = jnp.where(self.row_of >= 0, self.row_of, self.config.capacity)
         return jnp.full_like(values, nothing, shape=(self.config.capacity,)).at[row].set(values, mode="drop")
 
@@ -162,7 +162,7 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class NodeRouting(Routing):
-    """Where every assignment of a dispatch over several nodes went. There are N nodes with L ranks each; R = N L.
+    """The routing of a dispatch over several nodes. There are N nodes with L ranks each; R = N L.
 
     `targets` [N B, K], `row_of` and `weights` [L, N B, K] and `config` describe the dispatch inside this node. The
     sources of that dispatch are the ranks of the node. Each has received N B tokens, in the order of the nodes. B is T,
@@ -207,7 +207,7 @@ class NodeRouting(Routing):
 
 
 class MoeStats(NamedTuple):
-    """What a layer counted.
+    """Counts of a layer.
 
     On a mesh of one axis the `out_specs` of `jax.shard_map` are `P(axis_name)`: all experts, and one count per rank.
     With more axes name all of them, or sum over the others first: `jax.lax.psum(stats.counts, "data")`.
@@ -224,13 +224,13 @@ class MoeStats(NamedTuple):
 
 
 class Dispatched(NamedTuple, Generic[RowsT]):
-    """What `dispatch` returns. Type checkers see `Dispatched[jax.Array]` or `Dispatched[Float8Rows]`.
+    """The results of `dispatch`. Type checkers see `Dispatched[jax.Array]` or `Dispatched[Float8Rows]`.
 
     Attributes:
       rows: [C, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". Ordered by local expert, then
         source rank, token and k. Padding, and rows after the last expert's, are zero.
       group_sizes: [E / R] int32. Rows of each local expert, padding included, as `jax.lax.ragged_dot` takes them.
-      routing: what `combine` needs; a `NodeRouting` if the group has several nodes.
+      routing: for `combine`. A `NodeRouting` if the group has several nodes.
     """
 
     rows: RowsT
@@ -242,11 +242,11 @@ class Dispatched(NamedTuple, Generic[RowsT]):
 
 
 class Unexpanded(NamedTuple, Generic[RowsT]):
-    """What `dispatch(expand=False)` returns. Type checkers see it as generic in its rows, like `Dispatched`.
+    """The results of `dispatch(expand=False)`, generic in its rows like `Dispatched`.
 
     Attributes:
       rows: [M, H] in the dtype of the tokens, or `Float8Rows` with wire="float8_rows". The rows that `indices` names
-        are those of `Dispatched`; other rows may hold anything.
+        are those of `Dispatched`. Other rows are undefined.
       group_sizes: as in `Dispatched`.
       routing: as in `Dispatched`.
       indices: [C] int32, as `jax_ep.lax.ragged_dot(..., lhs_indices=)` takes them: for each row of the products its row

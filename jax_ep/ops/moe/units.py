@@ -23,7 +23,7 @@ NO_BIASES: Biases = (None, None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Gated:
-    """An activation of two arguments: `function(gate, up)` of the products, elementwise, smooth at (1, 1)."""
+    """An activation `function(gate, up)` of both products, elementwise and smooth at (1, 1)."""
 
     function: Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -43,10 +43,10 @@ class Experts:
       down: [E / R, F, H], as `gate`.
       biases: of gate [E / R, F], of up [E / R, F] and of down [E / R, H], each an array in the dtype of the tokens or
         None. They are added to the products.
-      activation: static. "silu", "gelu" (by tanh) or "relu", the functions of `jax.nn`; an elementwise function
-        that is smooth at 1, the value that it gets in rows without a token; or a function of both products:
-        `ClampedSwiglu()`, its name "clamped_swiglu", or `Gated(function)`. Functions are compared by identity: define a
-        function once, or `jax.jit` compiles again.
+      activation: static. "silu", "gelu" (by tanh) or "relu" of `jax.nn`; an elementwise function that is smooth at 1,
+        its operand in rows without a token; or a function of both products: `ClampedSwiglu()`, its name
+        "clamped_swiglu", or `Gated(function)`. Functions are compared by identity: define a function once, or `jax.jit`
+        compiles again.
     """
 
     gate: PyTree
@@ -90,14 +90,14 @@ class Unit(NamedTuple):
     function: Callable[..., jax.Array]  # elementwise, of the products by gate and up, or of the product by up
     operands: int  # of the function
     splits: bool  # gate and up come as one product
-    known: KnownUnit | None  # if kernels of gated products have it
+    known: KnownUnit | None  # if kernels of gated products support it
 
     def __call__(self, products: tuple[jax.Array, ...], parameters: tuple[jax.Array, ...] = ()) -> jax.Array:
-        """[C, F] in the dtype of the products, however the function promotes.
+        """[C, F] in the dtype of the products.
 
         Args:
           products: with their biases.
-          parameters: the parameters that `closed_over` returned.
+          parameters: as returned by `closed_over`.
         """
         parts = jnp.split(products[0], 2, axis=1) if self.splits else products
         return self.function(*parts, *parameters).astype(products[0].dtype)
@@ -106,8 +106,8 @@ class Unit(NamedTuple):
 def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
     """The unit of `experts`, which errors call `name`.
 
-    Raises ValueError or TypeError if the activation is no activation, or does not fit the matrices. The unit raises
-    ValueError when it is called, if a function of the user's changes the shape.
+    Raises ValueError or TypeError if the activation is wrong or does not fit the matrices. A call of the unit raises
+    ValueError if a user's function changes the shape.
     """
     splits: bool = experts.up is None
     activation: Any = experts.activation
@@ -154,8 +154,8 @@ def _elementwise(op: str, name: str, function: Callable[..., Any]) -> Callable[.
 
 
 def closed_over(unit: Unit, product: jax.ShapeDtypeStruct) -> tuple[Unit, tuple[jax.Array, ...]]:
-    """`unit` with its parameters as further operands, and the parameters: the differentiable values that the function
-    closed over. `jax.custom_jvp` differentiates operands only.
+    """`unit` with the differentiable values that its function closes over as further operands, and these values.
+    `jax.custom_jvp` differentiates only operands.
 
     Args:
       product: the type of the function's operands, [C, F].

@@ -1,7 +1,7 @@
 """dispatch and combine in plain jax.numpy and jax.lax: `implementation="xla"`.
 
-Written to be read, not to be fast: every rank gathers all assignments and derives the same layout from them. Here is
-also the dispatch that moves nothing: a grouped product reads the tokens through an index list.
+Written to be read, not to be fast: every rank gathers all assignments and derives the same layout. `dispatch_in_place`
+moves nothing: a grouped product reads the tokens through an index list.
 """
 
 import jax
@@ -56,7 +56,7 @@ def xla_dispatch(
 def xla_scatter(tokens: jax.Array, routing: Routing, *, axis_name: AxisName) -> jax.Array:
     """Sends rows [T, H] along a known routing: [capacity, H]."""
     size, num_tokens, top_k = routing.row_of.shape
-    if not num_tokens:  # jax.numpy takes nothing from an empty array
+    if not num_tokens:  # jax.numpy cannot index an empty array
         return jnp.zeros_like(tokens, shape=(routing.config.capacity, tokens.shape[1]))
     all_tokens = jax.lax.all_gather(tokens, axis_name).reshape(size * num_tokens, tokens.shape[1])
     source = jnp.arange(routing.row_of.size, dtype=jnp.int32) // max(top_k, 1)
@@ -98,8 +98,7 @@ def routing_of(
 def dispatch_in_place(
     config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> Unexpanded:
-    """A dispatch in a group of one rank: rows stay in `tokens`, and `indices` says which token each row is.
-    Differentiable by JAX."""
+    """A dispatch in a group of one rank: rows stay in `tokens`, and `indices` has the token of each row."""
     placed, order = _sorted(config, expert_ids.reshape(-1))
     routing = routing_of(placed, weights[None], 0, config, expert_ids)
     indices = jnp.where(order >= 0, order // max(expert_ids.shape[1], 1), ZERO_ROW)
@@ -107,7 +106,7 @@ def dispatch_in_place(
 
 
 def _sorted(config: DispatchConfig, ids: jax.Array) -> tuple[Layout, jax.Array]:
-    """Where the assignments [N] int32 of a group of one rank lie, and the assignment of each row, [C] int32, or -1.
+    """The layout of the assignments [N] int32 of a group of one rank, and the assignment of each row, [C] int32, or -1.
 
     On GPUs one kernel sorts up to `MOST_IDS` assignments, as in decoding. XLA would launch eight.
     """

@@ -1,4 +1,4 @@
-"""ragged_all_to_all: `jax.lax`'s, on every platform of jax_ep, with its derivatives."""
+"""`jax.lax.ragged_all_to_all` on every platform of jax_ep, with its derivatives."""
 
 import operator
 from collections.abc import Sequence
@@ -38,22 +38,22 @@ def ragged_all_to_all(
     group: Group | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """`jax.lax.ragged_all_to_all`, on every platform of jax_ep, through the open group of `axis_name`.
+    """`jax.lax.ragged_all_to_all` on every platform of jax_ep, through the open group of `axis_name`.
 
     Slice i goes to rank i // (len(send_sizes) / size): rows [input_offsets[i], input_offsets[i] + send_sizes[i]) of
-    `operand` are written to row output_offsets[i] there. Slices of `operand` may overlap; slices of a result must not.
+    `operand` are written to row output_offsets[i] there. Slices of `operand` may overlap. Slices of a result must not.
     Differentiable in `operand` and `output`, forward and backward. A row that is sent several times gets the sum of its
     cotangents (`jax.lax` keeps one of them). If slices of `operand` overlap on some rank, the backward pass is an
     exchange per slice.
 
     Args:
-      operand: [N, ...] rows to send, of any dtype of whole bytes: not int4, float4_e2m1fn and other narrow ones.
-      output: [M, ...] of the same dtype and row shape; rows that no peer writes keep their values.
-      input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers; `recv_sizes` must equal what
-        the peers send.
+      operand: [N, ...] rows to send, of any dtype of whole bytes, so not int4 or float4_e2m1fn.
+      output: [M, ...] of the same dtype and row shape. Rows that no peer writes keep their values.
+      input_offsets, send_sizes, output_offsets, recv_sizes: [size * slices] integers. `recv_sizes` must equal the
+        peers' `send_sizes`.
       axis_name: the axis of the one open group over this mesh, or a tuple of axes.
-      axis_index_groups: None, or a partition of the ranks into parts of equal size. Each part exchanges on its own,
-        `size` is its size, and its ranks are numbered in the order given.
+      axis_index_groups: None, or a partition of the ranks into parts of equal size. Each part exchanges separately,
+        `size` is its size, and its ranks have the given order.
       group: the open group of `axis_name`, if several are open over meshes of these axes and sizes.
       implementation: as for `jax_ep.dispatch`.
 
@@ -62,10 +62,8 @@ def ragged_all_to_all(
 
     Raises:
       ValueError, TypeError: an argument is wrong, or no single open group has this axis; when the op is traced.
-      JaxEpError: an earlier op of this group failed. If this op fails, awaiting its results raises
-        `jax.errors.JaxRuntimeError` on a CPU; on a GPU the results are NaN, or -1 in integers. `group.check()` and the
-        next op raise the typed error: `InvalidRoutingError` if a slice lies outside its buffer, or the sizes of two
-        ranks disagree.
+      JaxEpError: as for `jax_ep.dispatch`; undelivered integers are -1. `InvalidRoutingError`: a slice is outside its
+        buffer, or the sizes of two ranks disagree.
     """
     op = "ragged_all_to_all"
     slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
@@ -154,7 +152,7 @@ def _partition(op: str, axis_index_groups: Sequence[Sequence[int]], size: int, e
 
 
 def _among_all(axis_name: AxisName, parts: np.ndarray, *indices: jax.Array) -> tuple[jax.Array, ...]:
-    """Offsets or sizes among the ranks of a part, as they are among all ranks. Slices for other parts are empty."""
+    """Offsets or sizes among a part's ranks, extended to all ranks. Slices for other parts are empty."""
     size, of_part = parts.shape
     members = jnp.asarray(parts)[jax.lax.axis_index(axis_name)]
     each = indices[0].shape[0] // of_part

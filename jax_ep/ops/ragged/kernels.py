@@ -54,7 +54,7 @@ def _backward(group: Group, rows: int, indices: list[jax.Array], cotangent: jax.
         return ragged_all_to_all(group, cotangent, nothing, arrived_at, recv_sizes, came_from, send_sizes)
 
     def one_by_one(cotangent: jax.Array) -> jax.Array:
-        """The reverse exchange of overlapping slices: each rank takes back one slice at a time, and adds them up."""
+        """The reverse exchange of overlapping slices, one at a time."""
         each = entries // size
         me = jax.lax.axis_index(group.axis_name)
         peer, number = jnp.divmod(jnp.arange(entries, dtype=jnp.int32), each)
@@ -68,7 +68,7 @@ def _backward(group: Group, rows: int, indices: list[jax.Array], cotangent: jax.
 
         return jax.lax.scan(add, nothing, jnp.arange(entries, dtype=jnp.int32))[0]
 
-    d_operand = jax.lax.cond(jnp.any(overlaps > 0), one_by_one, at_once, cotangent)  # alike on all ranks
+    d_operand = jax.lax.cond(jnp.any(overlaps > 0), one_by_one, at_once, cotangent)  # the same on all ranks
     edges = jnp.zeros(cotangent.shape[0] + 1, jnp.int32).at[arrived_at].add(1).at[arrived_at + recv_sizes].add(-1)
     overwritten = jnp.cumsum(edges)[:-1].reshape(-1, *[1] * (cotangent.ndim - 1)) > 0
     return d_operand, jnp.where(overwritten, jnp.zeros_like(cotangent), cotangent)

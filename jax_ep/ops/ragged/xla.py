@@ -18,7 +18,7 @@ def ragged_all_to_all(
 ) -> tuple[jax.Array, jax.Array]:
     """`jax.lax.ragged_all_to_all`: gathers every rank's operand and picks this rank's rows.
 
-    Also returns whether, on any rank, a slice lies outside its buffer or has another size than the receiver expects.
+    Also returns whether, on any rank, a slice is outside its buffer or has a size that the receiver does not expect.
     """
     me = jax.lax.axis_index(axis_name)
     size = jax.lax.axis_size(axis_name)

@@ -1,7 +1,7 @@
 """sparse_all_reduce: adds up the ranks' rows of a large table, of which each rank holds a few.
 
-There are two steps. The union of all ranks' row ids gives every row its place in the result. Then one of the ranks that
-hold a row, its owner, receives the parts of the others and writes their sum into every rank's result.
+The union of all ranks' row ids gives every row its place in the result. Then one of the ranks that hold a row, its
+owner, receives the partial sums of the others and writes the sum into every rank's result.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ def sparse_all_reduce(
 ) -> SparseRows:
     """Adds up the sparse rows of all ranks: sorted different ids, each with the sum of its entries.
 
-    Call it on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, however many
+    Call it on every rank, inside `jax.shard_map` over the group's axis. Each rank receives a row once, even if several
     ranks hold it, and sends each of its own rows at most once to each other rank, which is the minimum for a replicated
     result. Sums are in float32: over the entries of a rank in order, 32 by 32, then over ranks in order. So the bits
     are the same on every rank and in every run. Differentiable in `rows.values`.
 
-    In a group across nodes each node adds up its rows in this way; then the sums of the nodes are added up in order, in
+    In a group across nodes each node adds up its rows in this way. Then the sums of the nodes are added up in order, in
     float32. Sums for all C rows travel between nodes, even if fewer are used.
 
     Args:
@@ -53,15 +53,15 @@ def sparse_all_reduce(
         number of the row's entries.
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
         Otherwise all ranks have the same result, which does not vary over the group's axis.
-      method: how places are found. "bitmap": by prefix sums over a bitmap of the table's rows. "match": by sorting the
-        ids of all ranks and searching each id. "auto": "bitmap" if the bitmap has at most 4 MiB or an eighth of the
-        bytes of all ranks' rows. The results are the same. "xla" and groups across nodes always take "match".
-      on_overflow: when there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the
-        last ids find no room, and are counted in `dropped`.
+      method: "bitmap" finds places by prefix sums over a bitmap of the table's rows, "match" by sorting the ids of all
+        ranks and searching each id, with the same results. "auto": "bitmap" if the bitmap has at most 4 MiB or an
+        eighth of the bytes of all ranks' rows. "xla" and groups across nodes always use "match".
+      on_overflow: if there are more than C rows: "raise" (`CapacityError`, nothing is delivered), or "drop": the last
+        ids are dropped, and counted in `dropped`.
       implementation: as for `dispatch`; or "pallas": every rank gathers the rows of all ranks and adds up those of its
-        result, with the bits of the kernels. "auto" takes it on GPUs without the kernels. A CPU interprets it,
-        slowly, and inside `jax.shard_map` only with check_vma=False. With "pallas" and "xla", and across nodes, an
-        overflow fills `values` with NaN and is raised by `group.check()` or the next op.
+        result, with the bits of the kernels. "auto" uses it on GPUs without the kernels. A CPU interprets it, slowly,
+        and inside `jax.shard_map` only with check_vma=False. With "pallas" and "xla", and across nodes, an overflow
+        fills `values` with NaN and is raised by `group.check()` or the next op.
 
     Returns:
       C entries in the dtypes of `rows`. The first `count` are rows; the others are padding, with id `num_rows` and zero
@@ -91,11 +91,11 @@ def sparse_all_reduce(
     union, entries = _union(group, config, rows, "bitmap" if inside and method == "bitmap" else "match")
 
     def or_nan(x: jax.Array) -> jax.Array:
-        if config.drop or inside:  # kernels report an overflow
+        if config.drop or inside:  # kernels report overflow
             return x
         return nan_on_overflow(name, union.needed(config), config.capacity, x, group._keep_error)
 
-    if by == "pallas":  # where a pass over the sums would take nearly as long as adding them
+    if by == "pallas":  # where scaling the sums would take nearly as long as adding them
         assert entries is not None
         values = _reduce(group, config, rows.values, union, (entries, or_nan(jnp.float32(config.scale))))
     elif by == "xla":
@@ -116,7 +116,7 @@ def sparse_all_reduce(
 
 
 def choose_method(num_rows: int, ranks: int, entries: int, row_bytes: int) -> Literal["bitmap", "match"]:
-    """ "bitmap" while a bit per row of the table weighs at most 4 MiB or an eighth of all ranks' rows, else "match"."""
+    """ "bitmap" if a bit per row of the table takes at most 4 MiB or an eighth of all ranks' rows, else "match"."""
     return "bitmap" if num_rows / 8 <= max(2**22, ranks * entries * row_bytes / 8) else "match"
 
 
@@ -149,7 +149,7 @@ def _resolved(op: str, group: Group, implementation: Implementation) -> Implemen
 
 
 def _union(group: Group, config: SparseConfig, rows: SparseRows, method: Method) -> tuple[Union, xla.Sorted | None]:
-    # Not jnp.stack, which JAX cannot batch with spmd_axis_name where a batch has one scalar and shares the other.
+    # Not jnp.stack: JAX cannot batch it with spmd_axis_name if only one of the scalars has a batch axis.
     missing = jnp.concatenate([(rows.ignored + rows.count_outside())[None], rows.dropped[None]])
     operands = vary.vary_alike(group.axis_name, rows.masked_indices.astype(jnp.int32), missing)
     if method == "bitmap":
@@ -164,7 +164,6 @@ def _reduce(
     union: Union,
     by_pallas: tuple[xla.Sorted, jax.Array] | None = None,
 ) -> jax.Array:
-    """By our kernels, or by Pallas with these entries and scale."""
     name = group.axis_name
 
     def forward(residuals: tuple[Union, Any], values: jax.Array) -> jax.Array:
@@ -194,7 +193,7 @@ def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array
         rows = places - union.bounds[owner]
         taken = cotangent.at[owner, rows].get(mode="clip")
     else:
-        if not vary.tracks_varying(axis_name):  # then ranks have parts of the cotangent, as in the transpose of psum
+        if not vary.tracks_varying(axis_name):  # ranks have parts of the cotangent, as in the transpose of psum
             cotangent = jax.lax.psum(cotangent.astype(jnp.float32), axis_name)
         rows = places
         taken = cotangent.at[places].get(mode="clip")

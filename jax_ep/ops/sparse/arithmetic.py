@@ -21,7 +21,8 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
     Entries of the same row are added up in float32, as by `coalesce`. `ignored` and `dropped` are sums too.
 
     Args:
-      a, b: pytrees alike, of `SparseRows` with the same `num_rows`, `shards` and D, N and M entries; and of arrays.
+      a, b: pytrees of one structure, of arrays and of `SparseRows` with the same `num_rows`, `shards` and D, and N and
+        M entries.
       capacity: C, entries of every sum; default N + M.
       on_overflow: when a sum has more than C ids, as in `coalesce`.
 
@@ -58,10 +59,10 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
 
 
 def scale(tree: T, factor: Scalar) -> T:
-    """`factor` times every row and array of `tree`, multiplied in float32. Dtypes stay.
+    """`factor` times every row and array of `tree`, multiplied in float32. Dtypes do not change.
 
     Raises:
-      TypeError: the factor is no number, or a leaf no array.
+      TypeError: the factor is not a number, or a leaf is not an array.
     """
     checks.check_number("scale", "factor", factor)
     factor = jnp.asarray(factor, jnp.float32)
@@ -81,13 +82,13 @@ def global_norm(tree: Tree, *, axis_name: AxisName | tuple[()] | None = None) ->
 
     Args:
       axis_name: the mesh axis or axes over which ranks hold different rows of one gradient, as after
-        `sparse_value_and_grad(group=...)` and `sparse_all_reduce(sharded=True)`: the norm is that of all ranks' rows.
-        What does not vary over an axis counts once; with check_vma=False everything counts once per rank. `()`: every
-        rank has a gradient and a norm of its own.
+        `sparse_value_and_grad(group=...)` and `sparse_all_reduce(sharded=True)`. The norm covers all ranks' rows.
+        Leaves that do not vary over an axis count once. With check_vma=False all leaves count once per rank. `()`:
+        every rank has its own gradient and norm.
 
     Raises:
-      TypeError: a leaf is no array, or axis_name no axis.
-      ValueError: a leaf varies over a mesh axis and axis_name is None, or axis_name is no axis of `jax.shard_map` here.
+      TypeError: a leaf is not an array, or axis_name is not an axis.
+      ValueError: a leaf varies over a mesh axis and axis_name is None, or `jax.shard_map` has no such axis here.
     """
     return _norm("global_norm", tree, axis_name)
 
@@ -99,7 +100,7 @@ def clip_by_global_norm(tree: T, max_norm: Scalar, *, axis_name: AxisName | tupl
       axis_name: as in `global_norm`.
 
     Raises:
-      TypeError, ValueError: as by `global_norm`; or `max_norm` is no number.
+      TypeError, ValueError: as for `global_norm`; or `max_norm` is not a number.
     """
     op = "clip_by_global_norm"
     checks.check_number(op, "max_norm", max_norm)

@@ -1,7 +1,7 @@
 """Sums of bags of rows, and their gradients, in which all entries of a bag share a row.
 
-A gradient of a table has a row for each entry. `RowOptimizer.step` reads the shared rows instead, if the gradient knows
-them. Then nobody reads the values, and XLA does not compute them.
+A gradient of a table has a row for each entry. `RowOptimizer.step` reads the shared rows instead, if the gradient has
+them. Then XLA does not compute the values.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def bag(
       weights: [..., L] floats, or None for 1.
       combiner: "sum", of weight times row; "mean", the sum divided by the sum of weights; "sqrtn", divided by the root
         of the sum of squared weights (as in `tf.nn.embedding_lookup_sparse`). An empty bag is zero.
-      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. What is outside [0, num_bags) belongs
-        to no bag, as padding does.
+      bag_of: [N] ints: the bag of each of N ids, for bags of different lengths. Numbers outside [0, num_bags) are
+        padding.
       num_bags: M; only with `bag_of`.
 
     Returns:
@@ -92,7 +92,7 @@ def _to_entries(weight: jax.Array, cotangent: jax.Array) -> jax.Array:
 def with_shared_rows(
     gradients: Callable[[list[jax.Array]], tuple[list[jax.Array], T]],
 ) -> Callable[[list[jax.Array]], tuple[list[jax.Array], T, list[Shared | None]]]:
-    """Also returns for each gradient [N, D] what its entries share: it is the cotangent of one bag of float32."""
+    """Also returns the shared rows of each gradient [N, D] that is the cotangent of one float32 bag."""
 
     def run(rows: list[jax.Array]) -> tuple[list[jax.Array], T, list[Shared | None]]:
         traced, shapes = jax.make_jaxpr(gradients, return_shape=True)(rows)

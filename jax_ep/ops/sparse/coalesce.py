@@ -23,9 +23,9 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None, on_overflow: OnOv
     Args:
       rows: N entries in any order.
       capacity: C, entries of the result; default N.
-      on_overflow: when there are more than C ids: "raise" (`CapacityError`), or "drop": the last ids find no room. An
-        overflow fills `values` with NaN. `group.check()` of an open group raises the error. If no group is open, the
-        program fails with its message.
+      on_overflow: if there are more than C ids: "raise" (`CapacityError`), or "drop": the last ids are dropped. With
+        "raise" an overflow fills `values` with NaN. `group.check()` of an open group raises the error. If no group is
+        open, the program fails with its message.
 
     Returns:
       C entries, `count` of them different ids. `ignored` and `dropped` count missing entries and ids.
@@ -37,7 +37,7 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None, on_overflow: OnOv
 
 
 def added_up(op: str, rows: SparseRows, capacity: int | None, on_overflow: OnOverflow) -> SparseRows:
-    """`coalesce` on behalf of `op`, which errors name."""
+    """`coalesce` for `op`, which errors name."""
     check_sparse_rows(op, "rows", rows)
     checks.check_one_of(op, "on_overflow", on_overflow, OnOverflow)
     capacity = rows.indices.shape[0] if capacity is None else capacity
@@ -78,7 +78,7 @@ def with_different_ids(rows: SparseRows) -> SparseRows:
         added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
         return added.indices, added.values
 
-    # A while_loop of at most one iteration does not copy the rows, as a cond would.
+    # A cond would copy the rows. A while_loop of at most one iteration does not.
     entries = rows.masked_indices, rows.values.astype(jnp.float32)
     ids, values = jax.lax.while_loop(mixed, sums, vary.vary_alike(None, *entries))
     return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))

@@ -1,7 +1,6 @@
 """Lookups in embedding tables and their sparse gradients, over `SparseRows`.
 
-A lookup in a table that is sharded over the ranks is a `dispatch` of ids to their owners and a `combine` of their rows.
-`Shards` says who the owners are.
+A lookup in a sharded table is a `dispatch` of ids to their owners (`Shards`) and a `combine` of their rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +24,14 @@ from jax_ep.ops.sparse.types import INDEX_DTYPES, SparseRows, Tree, check_table
 from jax_ep.runtime.agreement import Agreement
 
 T = TypeVar("T")  # a pytree
-Value = TypeVar("Value", covariant=True)  # what a loss returns
+Value = TypeVar("Value", covariant=True)  # returned by a loss
 Gradient = TypeVar("Gradient", covariant=True)
 WithFurther: TypeAlias = tuple[SparseRows, *tuple[Any, ...]]  # the gradients of a table and of `argnums`
 _HALF = 1 << 16  # an id travels as two halves of 16 bits, which float32 holds exactly
 
 
 class ValueAndGrad(Protocol[Value, Gradient]):
-    """What `sparse_value_and_grad` returns. The gradient of a pytree of tables has no type of its own."""
+    """The result of `sparse_value_and_grad`. The gradient of a pytree of tables has no specific type."""
 
     @overload
     def __call__(self, table: jax.Array, ids: Tree, *args: Any, **keywords: Any) -> tuple[Value, Gradient]: ...
@@ -41,22 +40,20 @@ class ValueAndGrad(Protocol[Value, Gradient]):
 
 
 class Entries(NamedTuple):
-    """Rows of a table that a lookup reads on this rank."""
-
-    places: jax.Array  # [N] where the rows lie in the table of this rank; outside it where none is read
+    places: jax.Array  # [N] places in this rank's table, or outside it if no row is read
     indices: jax.Array  # [N] their ids in the whole table
     num_rows: int  # of the whole table
     shards: Shards | None
-    used: jax.Array  # int32 scalar; entries beyond it are padding
+    used: jax.Array  # int32 scalar; later entries are padding
     dropped: jax.Array  # int32 scalar; this rank's ids that found no room at their owners
-    rows_of_ids: Callable[[jax.Array], Tree]  # from the rows [N, D] of the entries to the rows that the lookup returns
+    rows_of_ids: Callable[[jax.Array], Tree]  # from rows [N, D] of entries to the lookup's result
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of `table` [V, D] for `ids` [...] int32 or int64: [..., D]. An id outside [0, V) reads zeros.
 
     Raises:
-      ValueError, TypeError: the table is not [V, D], or the ids are no array of int32 or int64.
+      ValueError, TypeError: the table is not [V, D], or the ids are not an array of int32 or int64.
     """
     check_table("lookup", table)
     checks.check_array("lookup", "ids", ids, dtype=INDEX_DTYPES)
@@ -82,20 +79,19 @@ def sharded_lookup(
     """`lookup` in a table that is sharded over the ranks, as `shard_table` makes it.
 
     Call it on every rank, inside `jax.shard_map` over the group's axis. The different ids of a rank go to their owners,
-    and their rows come home: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`; the
-    gradient is dense; `sparse_value_and_grad(group=...)` has sparse ones.
+    and their rows come back: one `dispatch` and one `combine`, each row once per rank. Differentiable in `table`. The
+    gradient is dense; `sparse_value_and_grad(group=...)` has sparse gradients.
 
     Args:
       table: [B, D] bfloat16, float16 or float32, this rank's part; B is the same on all ranks.
-      ids: [...] int32 or int64, or a pytree of them; one exchange brings the rows of all. An id outside [0, R B) reads
-        zeros.
+      ids: [...] int32 or int64, or a pytree of them, which shares one exchange. An id outside [0, R B) reads zeros.
       group: the open group of the R ranks.
-      placement: which rows a rank has. "ranges": those in [r B, (r + 1) B). "mod": row i lies on rank i mod R at place
-        i div R, which spreads the busy rows where ids are sorted by frequency.
-      capacity: C, the ids that an owner has room for. Default: R N for the N ids of each rank, the most there can be.
-        `rows_needed` counts how many a batch needs.
+      placement: which rows a rank has. "ranges": rows in [r B, (r + 1) B). "mod": row i is on rank i mod R at place i
+        div R, which spreads busy rows if ids are sorted by frequency.
+      capacity: C, the ids for which an owner has room. Default: R N for the N ids of each rank, the maximum.
+        `rows_needed` counts the need of a batch.
       capacity_factor: instead of `capacity`: C as a multiple of N, as in `dispatch`.
-      on_overflow: when an owner would get more than C ids: "raise" (`CapacityError`), or "drop": ids without room read
+      on_overflow: if an owner would get more than C ids: "raise" (`CapacityError`), or "drop": ids without room read
         zeros.
       implementation: as for `dispatch`.
 
@@ -116,10 +112,10 @@ def sharded_lookup(
 
 @op_scope("rows_needed")
 def rows_needed(ids: Tree, num_rows: int, *, group: Group, placement: Placement = "ranges") -> jax.Array:
-    """The rows that a lookup of all ranks' `ids` asks of each rank. The largest number is the least capacity.
+    """The rows that a lookup of all ranks' `ids` requests from each rank. The largest number is the least capacity.
 
-    Call it where `sharded_lookup` is called; it needs no table. It costs a sort of the ids, and a sum of R numbers
-    over the ranks.
+    Call it inside `jax.shard_map`, like `sharded_lookup`, without a table. It costs a sort of the ids, and a sum of R
+    numbers over the ranks.
 
     Args:
       ids, group, placement: as for `sharded_lookup`.
@@ -171,7 +167,7 @@ def _asked(ids: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array, jax.Ar
 def _entries(
     op: str, table: jax.Array, ids: Tree, group: Group | None, placement: Placement, options: dict[str, Any]
 ) -> Entries:
-    """The rows of one table to read for `ids`, a pytree, and the function that arranges them like `ids`."""
+    """The rows of one table for `ids`, a pytree, and the function that arranges them like `ids`."""
     check_table(op, table)
     flat = _flat(op, ids)
     leaves, structure = jax.tree.flatten(ids)
@@ -191,7 +187,7 @@ def _entries(
 def _entries_at_owners(op: str, ids: jax.Array, shards: Shards, group: Group, options: dict[str, Any]) -> Entries:
     """The rows of this rank's part of the table that all ranks' ids [N] name.
 
-    `rows_of_ids` returns [N, D]. Each rank asks for each row once, so at most R entries name one row.
+    `rows_of_ids` returns [N, D]. Each rank requests each row once, so at most R entries name one row.
     """
     owner, place, number = _asked(ids, shards)
     halves = jnp.stack([place // _HALF, place % _HALF], axis=1).astype(jnp.float32)
@@ -202,7 +198,7 @@ def _entries_at_owners(op: str, ids: jax.Array, shards: Shards, group: Group, op
     present = jnp.arange(len(received), dtype=jnp.int32) < sent.group_sizes[0]
     places = jnp.where(present, received[:, 0] * _HALF + received[:, 1], shards.height)
     indices = jnp.where(present, shards.ids(jax.lax.axis_index(group.axis_name), places), shards.num_rows)
-    failed = jnp.where(jnp.isnan(sent.rows[:, :1]), jnp.nan, 0)  # so that rows are NaN where no id was delivered
+    failed = jnp.where(jnp.isnan(sent.rows[:, :1]), jnp.nan, 0)  # so that rows of undelivered ids are NaN
 
     def rows_of_ids(rows: jax.Array) -> jax.Array:
         answers = rows + failed.astype(rows.dtype)
@@ -246,31 +242,31 @@ def sparse_value_and_grad(
 ) -> ValueAndGrad[Any, Any]:
     """`jax.value_and_grad` for a loss of embedding rows: the gradient of a table is `SparseRows`, never a table.
 
-    Inside `jax.shard_map`, `loss` is the loss of one rank, and the gradient is this rank's part: let
-    `sparse_all_reduce(..., op="sum")` or "mean" do what `jax.lax.psum` or `pmean` would do to the loss. The gradients
-    of `argnums` are as by `jax.grad` there, which sums them over the ranks if check_vma=True.
+    Inside `jax.shard_map`, `loss` is the loss of one rank, and the gradient is this rank's part. Use
+    `sparse_all_reduce` with op="sum" or "mean" where a dense loss has `jax.lax.psum` or `pmean`. The gradients of
+    `argnums` are those of `jax.grad`, which sums them over the ranks if check_vma=True.
 
-    With `group`, tables are sharded over its ranks as in `sharded_lookup`. A rank gets the gradient of
-    the sum of all ranks' losses by its own rows, so nothing remains to be added up; `scale` makes a mean of it.
+    With `group`, tables are sharded over its ranks as in `sharded_lookup`. A rank gets the gradient of the sum of all
+    ranks' losses with respect to its own rows. `scale` turns the sum into a mean.
 
     Args:
-      loss: `loss(rows, *args)` gives a scalar, or (scalar, aux) with `has_aux`; `rows` is [..., D] for ids [...].
-      argnums: position or positions of further arguments of `loss` to differentiate by; position 0 is `rows`.
+      loss: `loss(rows, *args)` returns a scalar, or (scalar, aux) with `has_aux`. `rows` is [..., D] for ids [...].
+      argnums: position or positions of further arguments of `loss` to differentiate. Position 0 is `rows`.
       has_aux: as in `jax.value_and_grad`.
-      group, placement, capacity, capacity_factor, on_overflow, implementation: as in `sharded_lookup`; without a group
+      group, placement, capacity, capacity_factor, on_overflow, implementation: as in `sharded_lookup`. Without a group
         every rank has the table.
 
     Returns:
-      A function of (table, ids, *args) and of the loss' keywords that gives (value, gradient). `table` is [V, D]; `ids`
-      is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has an
-      entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries of this rank's rows, by
-      their ids in the whole table; `count` is the number that this rank was asked for and has room for.
-      With `argnums` it is a tuple: `SparseRows`, then a dense gradient per position.
-      `table` may be a pytree of tables, and for every table `ids` may be a pytree: `rows` has the structure of `ids`,
-      the gradient has the structure of `table`, and a table's entries come one array of ids after the other.
+      A function of (table, ids, *args) and of the loss's keywords that returns (value, gradient). `table` is [V, D];
+      `ids` is int32 or int64 of any shape, and an id outside [0, V) reads zeros and has no gradient. The gradient has
+      an entry for every id, in the order of `ids`: N = ids.size. With `group` it has C entries of this rank's rows, by
+      their ids in the whole table; `count` is the number that this rank was asked for and has room for. With `argnums`
+      it is a tuple: `SparseRows`, then a dense gradient per position. `table` may be a pytree of tables, and for every
+      table `ids` may be a pytree: `rows` has the structure of `ids`, the gradient has the structure of `table`, and a
+      table's entries come one array of ids after the other.
 
     Raises:
-      ValueError, TypeError: a table is not [V, D], ids are no int32 or int64, structures differ, argnums has 0.
+      ValueError, TypeError: a table is not [V, D], ids are not int32 or int64, structures differ, or argnums has 0.
       JaxEpError: with `group`, as for `dispatch`.
     """
     op = "sparse_value_and_grad"
@@ -315,22 +311,22 @@ def sparse_value_and_grad(
 
 
 def stacked_ids(ids: T, num_rows: Tree) -> T:
-    """Ids of several tables as ids of one table, in which the tables lie one below the other, in the order of the tree.
+    """Ids of several tables as ids of one table, in which the tables are stacked in the order of the tree.
 
-    So one lookup, one exchange and one optimizer serve all tables of one width D.
+    Then one lookup, one exchange and one optimizer serve all tables of one width D.
 
     Args:
       ids: for every table int32 or int64 ids [...], or a pytree of them.
       num_rows: a pytree of ints: the height of every table. Ids outside [0, height) become -1.
 
     Raises:
-      ValueError, TypeError: ids are no int32 or int64, or structures differ.
+      ValueError, TypeError: ids are not int32 or int64, or structures differ.
     """
     op = "stacked_ids"
     heights, structure = jax.tree.flatten(num_rows)
     for height in heights:
         checks.check_int(op, "num_rows", height)
-    heights = [int(height) for height in heights]  # of Python: those of numpy have a dtype
+    heights = [int(height) for height in heights]  # ints of numpy have a dtype
     checks.check_int(op, "the sum of num_rows", sum(heights), below_32_bits=True)
     below, stacked = 0, []
     for height, its_ids in zip(heights, structure.flatten_up_to(ids), strict=True):

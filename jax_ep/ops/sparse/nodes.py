@@ -1,13 +1,12 @@
 """sparse_all_reduce over several nodes: kernels add up inside nodes, XLA's collectives carry the sums between them.
 
 Each place of the union has one owner. If the result is sharded, the rank that holds the place owns it. Otherwise rank r
-owns places [r S, (r + 1) S). One kernel call adds up the rows of a node: the sum of a place lands on the rank with the
-owner's index. Ranks of the same index exchange these sums between nodes, and the owner adds them up in the order of the
-nodes. A replicated result is then gathered from all owners.
+owns places [r S, (r + 1) S). One kernel call adds up the rows of a node, and puts the sum of a place on the rank with
+the owner's index. Ranks of the same index exchange these sums between nodes, and the owner adds them up in the order of
+the nodes. A replicated result is then gathered from all owners.
 
-Sums travel to their owner as float32, so that a row in 16 bits is rounded once, as in a group of one node. Owners round
-sums before they are gathered. Shapes are fixed, so sums travel for all places that a rank can own; a tight capacity
-saves time.
+Sums travel in float32, so that a 16-bit row is rounded once, as in a group of one node. Owners round sums before they
+are gathered. Sums travel for all places that a rank can own, so a tight capacity saves time.
 """
 
 import dataclasses
@@ -44,10 +43,10 @@ def reduce(group: Group, config: SparseConfig, values: jax.Array, union: Union) 
 
 
 class _AtOwners(NamedTuple):
-    """Where the entries of all ranks are added up."""
+    """The owners of the entries of all ranks."""
 
     owner: jax.Array  # [R, N] int32, the rank that owns the place of an entry
-    row: jax.Array  # [R, N] int32, the number of the place among those of its owner; S if it has no owner
+    row: jax.Array  # [R, N] int32, the place among its owner's places; S without an owner
     rows: int  # S, the most places that a rank owns
 
 

@@ -1,4 +1,4 @@
-"""Optimizers of tables with sparse gradients: they read and write the rows that a gradient names, and no others."""
+"""Optimizers of tables with sparse gradients: they read and write only the rows that a gradient names."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ from jax_ep.ops.sparse.coalesce import with_different_ids
 from jax_ep.ops.sparse.types import Scalar, Shared, SparseRows, Tree, check_sparse_rows, check_table, is_sparse_rows
 
 T = TypeVar("T")  # a pytree
-_TRIAL_COUNTS = np.arange(1, 1025)  # of an optimizer's steps; at 0 some means begin
+_TRIAL_COUNTS = np.arange(1, 1025)  # of an optimizer's steps; at 0 some means start
 _LOGGER = logging.getLogger("jax_ep")
 _NO_DERIVATIVE = "step: has no derivative; call update and apply_updates where one is needed"
 _BY_ITSELF = "by_rows: optimizer must treat every row by itself, as optax.adam does, got one"
@@ -33,7 +33,6 @@ class _Layout(NamedTuple):
     has_rows: list[bool]
 
     def split(self, state: Tree) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves with rows, and the scalars."""
         leaves = list(zip(self.structure.flatten_up_to(state), self.has_rows, strict=True))
         return [x for x, has_rows in leaves if has_rows], [x for x, has_rows in leaves if not has_rows]
 
@@ -48,7 +47,7 @@ class _Plain(NamedTuple):
 
 
 class Transform(Protocol):
-    """What `by_rows` needs of an optax optimizer, which is one."""
+    """An optax optimizer, as `by_rows` needs it."""
 
     @property
     def init(self) -> Callable[..., Tree]: ...
@@ -59,9 +58,9 @@ class Transform(Protocol):
 class RowOptimizer(NamedTuple):
     """`state = init(table)`; `table, state = step(table, state, gradient)`. States are float32.
 
-    `step` gives the numbers of `updates, state = update(gradient, state, table)` and of `apply_updates`, and has no
-    derivative. It writes in place if table and state are donated to the jitted program or carried by a loop; otherwise
-    each is copied once. On GPUs one kernel adds up the gradients of a row, computes the update and writes the row.
+    `step` computes the same as `update` and `apply_updates`, and has no derivative. It writes in place if table and
+    state are donated to the jitted program or carried by a loop. Otherwise each is copied once. On GPUs one kernel adds
+    up the gradients of a row, computes the update and writes the row.
 
     Gradients may have duplicates. `update` checks the ids, and calls `coalesce` unless they are sorted and different,
     as `coalesce` and `sparse_all_reduce` return them. It needs the table if the optimizer does, for example for weight
@@ -80,19 +79,19 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
     keep their bits: momentum, means and weights do not decay (as in `torch.optim.SparseAdam`). Counters of steps count
     every call.
 
-    Every table is a parameter of its own, with a state of its own. So clip by the norm of all gradients beforehand,
-    with `clip_by_global_norm`.
+    Every table is a separate parameter with its own state. So clip by the norm of all gradients before, with
+    `clip_by_global_norm`.
 
     Args:
-      optimizer: what treats every row by itself: sgd with or without momentum, adam, adamw, adagrad, lion, rmsprop,
+      optimizer: one that treats rows independently: sgd with or without momentum, adam, adamw, adagrad, lion, rmsprop,
         with schedules, `inject_hyperparams`, `multi_transform`, and chains of them. `init` tries it on a small table.
-        It refuses what looks at a whole table, as adafactor, lamb, muon, `apply_if_finite` and `clip_by_global_norm`
-        do, and what keeps gradients back for a later step, as `MultiSteps` and `apply_every` do: add gradients up with
-        `add` instead.
+        It rejects optimizers that read a whole table, such as adafactor, lamb, muon, `apply_if_finite` and
+        `clip_by_global_norm`, and those that keep gradients for a later step, such as `MultiSteps` and `apply_every`:
+        add gradients up with `add` instead.
 
     Raises:
-      TypeError: `optimizer` is no pair of init and update; or, by `init`, it does not treat every row by itself, or its
-        state has arrays without a row per row of the table.
+      TypeError: `optimizer` is not a pair of init and update; or, by `init`, it does not treat rows independently, or
+        its state has arrays without a row per row of the table.
     """
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         got = checks.describe(optimizer)
@@ -209,7 +208,7 @@ def rowwise_adagrad(learning_rate: Scalar, *, initial_accumulator: float = 0.1, 
     scalable training of deep learning recommendation models"). optax has the others: see `by_rows`.
 
     Raises:
-      TypeError: the learning rate is no number.
+      TypeError: the learning rate is not a number.
     """
     checks.check_number("rowwise_adagrad", "learning_rate", learning_rate)
     learning_rate = jnp.asarray(learning_rate, jnp.float32)
@@ -229,8 +228,8 @@ def apply_updates(table: T, updates: Tree) -> T:
     """Adds the rows of `updates` to a table [V, D], in the table's dtype. Duplicates are added up in float32 first.
 
     Raises:
-      ValueError: the table has not the shape that the updates were made for.
-      TypeError: updates are no SparseRows.
+      ValueError: the updates are for a table of another shape.
+      TypeError: updates are not SparseRows.
     """
     op = "apply_updates"
 
@@ -271,14 +270,14 @@ def _state_types(optimizer: Transform, height: int, width: int) -> tuple[Any, li
 
 
 def _check_by_trial(optimizer: Transform) -> bool:
-    """Raises TypeError if a trial on a table of four rows shows that `optimizer` does not treat every row by itself.
+    """Raises TypeError if a trial on a table of four rows shows that `optimizer` does not treat rows independently.
 
     Returns whether it could be tried.
 
-    An optimizer mixes rows if changing other rows changes the first row or a scalar of the state. It keeps gradients
-    back if counters in its state decide whether an array of the state forgets what it held.
-    `ensure_compile_time_eval` gives concrete values where `init` is traced, except where jax.shard_map runs without
-    jax.jit, or a value that varies over its axes is traced: there nothing is tried.
+    An optimizer mixes rows if changing other rows changes the first row or a scalar of the state. It keeps gradients if
+    counters in its state decide whether an array of the state is reset. `ensure_compile_time_eval` gives concrete
+    values where `init` is traced, except if jax.shard_map runs without jax.jit, or a value that varies over its axes is
+    traced. Then nothing is tried.
     """
     rng, shape = np.random.default_rng(0), (4, 8)
     structure, types = _state_types(optimizer, *shape)
@@ -338,7 +337,7 @@ def _check_by_trial(optimizer: Transform) -> bool:
 
 
 def _concrete(function: Callable[..., T], *operands: jax.Array) -> Callable[..., T]:
-    """`function` of arrays of these types. What is traced where it was made, as a learning rate may be, is 0.5."""
+    """`function` of arrays of these types. Traced values in its closure, such as a learning rate, become 0.5."""
     traced = jax.make_jaxpr(function)(*operands)
     values = [np.full(x.shape, 0.5).astype(x.dtype) if isinstance(x, Tracer) else x for x in traced.consts]
     return jax.jit(jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, values)))

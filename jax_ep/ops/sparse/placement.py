@@ -1,4 +1,4 @@
-"""Where the ranks keep the rows of a table: one rule for lookups, for their gradients and for tables."""
+"""The placement of a table's rows on the ranks, for lookups, their gradients and tables."""
 
 from typing import Literal, NamedTuple, TypeVar
 
@@ -36,16 +36,16 @@ class Shards(NamedTuple):
 
 
 def shard_table(table: T, ranks: int, *, placement: Placement = "ranges") -> T:
-    """A table in the order in which `jax.shard_map` spreads it over the ranks by `P(axis_name)`, padded with zeros.
+    """A table in the order in which `P(axis_name)` shards it over the ranks, padded with zeros.
 
     Args:
-      table: [V, ...], in the order of ids; or a pytree of such arrays, such as the state of an optimizer. Scalars stay.
-        numpy arrays stay in numpy, so a table that exceeds a device need not be on one.
+      table: [V, ...], in the order of ids; or a pytree of such arrays, such as the state of an optimizer. Scalars do
+        not change. numpy arrays stay in numpy, so the table may exceed a device.
       ranks: R.
-      placement: "ranges", row i lies on rank i div B at place i mod B; or "mod", on rank i mod R at place i div R.
+      placement: "ranges", row i is on rank i div B at place i mod B; or "mod", on rank i mod R at place i div R.
 
     Returns:
-      [R B, ...] for each array, where B = ceil(V / R). Ids in [V, R B) read and train the rows of padding:
+      [R B, ...] for each array, where B = ceil(V / R). Ids in [V, R B) read and train rows of padding.
       `stacked_ids(ids, V)` makes them -1.
 
     Raises:
@@ -67,7 +67,7 @@ def unshard_table(table: T, ranks: int, *, num_rows: int, placement: Placement =
     """The reverse of `shard_table`: [num_rows, ...] in the order of ids, for a checkpoint or another number of ranks.
 
     Raises:
-      ValueError, TypeError: an argument is wrong, or an array is not of R * ceil(num_rows / R) rows.
+      ValueError, TypeError: an argument is wrong, or an array does not have R * ceil(num_rows / R) rows.
     """
     op = "unshard_table"
     _check(op, ranks, placement)
@@ -92,5 +92,5 @@ def _check(op: str, ranks: int, placement: Placement) -> None:
 
 
 def _transposed(x: AnyArray, shape: tuple[int, int]) -> AnyArray:
-    """The rows of `x` by the columns of a matrix of them: what XLA's partitioner knows as one exchange of all ranks."""
+    """The rows of `x`, transposed as a matrix of rows: XLA's partitioner makes one exchange of it."""
     return x.reshape(*shape, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)

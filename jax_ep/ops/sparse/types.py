@@ -42,7 +42,7 @@ class SparseRows:
     """N entries (row id, row) of a [num_rows, D] table that is zero elsewhere. A pytree.
 
     Arithmetic on all leaves would change row ids. So `jax.tree.map(jnp.add, a, b)`, `jax.lax.psum`, `optax.tree.norm`
-    and their like raise when traced: they do not accept the `guard`, whose dtype is `key<fry>`. Use `add`,
+    and similar functions raise when traced: they do not accept the `guard`, whose dtype is `key<fry>`. Use `add`,
     `scale`, `global_norm` and `clip_by_global_norm` of `jax_ep.embedding`, and `sparse_all_reduce`.
 
     Entries of the same row add up. An entry stands for a row if it is among the first `count` and its id is in [0,
@@ -57,8 +57,8 @@ class SparseRows:
       ignored: int32 scalar. Entries that earlier functions ignored, because their ids were not in [0, num_rows).
       dropped: int32 scalar. Row ids that found no room in the capacity of earlier functions.
       guard: a constant PRNG key, on which JAX refuses arithmetic.
-      shards: static; how the ranks share the table, if this rank has a part of it, as in the gradient of a sharded
-        lookup. Ids are those of the whole table, and all of rows that this rank has.
+      shards: static; the placement of the table if this rank has a part of it, as in the gradient of a sharded lookup.
+        Ids are those of the whole table, and this rank has all of these rows.
     """
 
     indices: jax.Array
@@ -69,10 +69,10 @@ class SparseRows:
     dropped: jax.Array = dataclasses.field(default_factory=_zero)
     guard: jax.Array = dataclasses.field(default_factory=_guard)
     shards: Shards | None = dataclasses.field(default=None, metadata={"static": True})
-    _shared: ClassVar[Shared | None] = None  # of this very object: copies have none
+    _shared: ClassVar[Shared | None] = None  # copies have none
 
     def _sharing(self, shared: Shared | None) -> "SparseRows":
-        """A copy that knows its values as `shared`."""
+        """A copy with `shared` values."""
         copy = dataclasses.replace(self)
         object.__setattr__(copy, "_shared", shared)
         return copy
@@ -97,7 +97,7 @@ class SparseRows:
         """The rows of a BCOO matrix of shape [num_rows, D] whose entries are whole rows (n_sparse = n_dense = 1).
 
         Raises:
-          ValueError, TypeError: the matrix is batched or no BCOO, or its entries are not rows.
+          ValueError, TypeError: the matrix is batched or not a BCOO, or its entries are not rows.
         """
         if not isinstance(matrix, BCOO):
             raise TypeError(f"SparseRows.from_bcoo: matrix must be BCOO, got {checks.describe(matrix)}")
@@ -122,12 +122,12 @@ class SparseRows:
 
     @property
     def present(self) -> jax.Array:
-        """[N] bool: whether an entry stands for a row."""
+        """[N] bool: which entries are rows, not padding."""
         return self._counted & (self.indices >= 0) & (self.indices < self.num_rows)
 
     @property
     def masked_indices(self) -> jax.Array:
-        """[N]: `indices`, with `num_rows` where an entry stands for no row."""
+        """[N]: `indices`, with `num_rows` for padding."""
         return jnp.where(self.present, self.indices, self.num_rows)
 
     @property
@@ -137,7 +137,7 @@ class SparseRows:
 
     @property
     def places(self) -> jax.Array:
-        """[N]: where each row lies in the table that this rank has; `height` where an entry stands for no row."""
+        """[N]: the place of each row in this rank's table, or `height` for padding."""
         ids = self.masked_indices
         return jnp.where(ids < self.num_rows, self.shards.locate(ids)[1], self.height) if self.shards else ids
 
@@ -180,8 +180,6 @@ def check_table(op: str, table: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseConfig:
-    """The static settings of a sparse_all_reduce."""
-
     size: int
     num_rows: int
     capacity: int
@@ -213,8 +211,8 @@ class Union(NamedTuple):
 
     Attributes:
       indices: [C] int32. The sorted ids of this rank's result, padded with `num_rows`.
-      places: [R, N] int32. The place of each entry of each rank; U where it stands for no row.
-      bounds: [R + 1] int32. How many ids lie below the range of each rank; at last U.
+      places: [R, N] int32. The place of each entry of each rank, or U for padding.
+      bounds: [R + 1] int32. The number of ids below the range of each rank, then U.
       missing: [2] int32. `SparseRows.ignored` and `.dropped`, over all ranks.
     """
 
@@ -226,7 +224,7 @@ class Union(NamedTuple):
     def owners(self, places: jax.Array) -> jax.Array:
         """int32: the rank whose range has each of the places; R for U.
 
-        The type of `jnp.searchsorted` varies over a `spmd_axis_name` even where its operands do not.
+        The type of `jnp.searchsorted` varies over a `spmd_axis_name` even if its operands do not.
         """
         bounds = self.bounds.reshape(-1, *[1] * places.ndim)
         return jnp.sum(bounds <= places[None], axis=0, dtype=jnp.int32) - 1

@@ -1,6 +1,6 @@
 """The two steps of sparse_all_reduce in plain jax.numpy and jax.lax: `implementation="xla"`.
 
-With `method="match"` kernels take the second step.
+With `method="match"` kernels run the second step.
 """
 
 from functools import partial
@@ -18,9 +18,9 @@ class Sorted(NamedTuple):
     """The entries of all ranks, R N of them, in the order of their ids; equal ids in the order of ranks and entries.
 
     Attributes:
-      ids: [R N] int32; `num_rows` where an entry stands for no row.
-      order: [R N] int32, which entry it is: N r + n for entry n of rank r.
-      starts: [R N + 1] int32. Where the entries of each place begin; then where the last ones end.
+      ids: [R N] int32; `num_rows` for padding.
+      order: [R N] int32, the entry: N r + n for entry n of rank r.
+      starts: [R N + 1] int32. The first entry of each place, then the end of the last.
     """
 
     ids: jax.Array

@@ -1,4 +1,4 @@
-// Hopper's conversions between number formats, several values at a time. Callers ask kHopper.
+// Hopper's conversions between number formats, several values at a time. Check kHopper before calling.
 #pragma once
 
 #include <cstring>
@@ -18,7 +18,7 @@ JAX_EP_FN void word_from_floats(const float* from, Float16* to) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(from[1]), "f"(from[0]));
   memcpy(to, &pair, sizeof(pair));
 }
-// Limits values to the largest. An encoder scales them, so only rounding can exceed it.
+// Saturates. Values are already scaled, so only rounding can exceed the largest value.
 JAX_EP_FN void word_from_floats(const float* from, Float8E4M3* to) {
   uint32_t four;
   asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;"

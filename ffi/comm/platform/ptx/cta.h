@@ -1,4 +1,4 @@
-// How warps of a CTA signal each other. They meet by sync_some() (comm/platform/cuda.h).
+// Counters by which warps of a CTA signal each other.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,6 @@
 
 namespace jax_ep::ptx {
 
-// Increments a counter in shared memory, by which warps of a CTA signal others.
 JAX_EP_FN void count_one(uint32_t* counter) {
   asm volatile("red.release.cta.shared::cta.add.u32 [%0], 1;" ::"r"(shared_address(counter)) : "memory");
 }
@@ -19,7 +18,7 @@ JAX_EP_FN void wait_count(const uint32_t* counter, uint32_t value) {
   }
 }
 
-// Waits for several warps, which have a counter each. All lanes of a warp call together.
+// Waits for the counters of several warps. All lanes of a warp call together.
 JAX_EP_FN void wait_counts(const uint32_t* counters, int warps, uint32_t value) {
   if (threadIdx.x % 32 < warps) wait_count(&counters[threadIdx.x % 32], value);
   __syncwarp();
