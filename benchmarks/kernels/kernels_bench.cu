@@ -3,14 +3,14 @@
 // times its weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
-//   build/kernels_bench [ranks [few]]: few tokens alone
+//   build/kernels_bench [ranks [few | planned]]: few tokens alone; or the launches that users get
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <numeric>
 #include <string>
 
 #include "graph_times.h"
+#include "kernels/plan.h"
 #include "moe_rank.h"
 #include "runtime/group.h"
 
@@ -31,7 +31,8 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
     std::vector<__nv_bfloat16> out(size_t{1} * s.tokens * s.hidden);
     CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
     for (int t = 0; t < s.tokens; t += 7) {
-      const float weight = std::accumulate(&ranks[i].weights[t * s.top_k], &ranks[i].weights[(t + 1) * s.top_k], 0.0f);
+      float weight = 0;
+      for (int k = t * s.top_k; k < (t + 1) * s.top_k; ++k) weight += ranks[i].ids[k] < 0 ? 0 : ranks[i].weights[k];
       for (int h = 0; h < s.hidden; h += 3) {
         const size_t at = size_t{1} * t * s.hidden + h;
         const double want = weight * __bfloat162float(ranks[i].tokens[at]);
@@ -43,16 +44,77 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
   return worst;
 }
 
-void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
-         const std::vector<LaunchConfig>& combines) {
+std::vector<int> devices_of(int n) {
   std::vector<int> devices;
   for (int i = 0; i < n; ++i) devices.push_back(gpu_of(i));
-  Group group({devices}, 2.0, false);
+  return devices;
+}
+
+std::vector<Rank> make_ranks(int n, const Shape& s) {
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
     CHECK(load_kernels(227 * 1024));
   }
+  return ranks;
+}
+
+void exit_on_failure(Group& group, const char* op) {
+  const auto error = group.take_error();
+  if (!error) return;
+  std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
+  std::exit(1);
+}
+
+// Rows that rank 0 sends to peers: one for each of its tokens and each peer that owns one of the token's experts.
+int rows_sent(const Rank& rank, const Shape& s, int n) {
+  int rows = 0;
+  for (int t = 0; t < s.tokens; ++t) {
+    std::set<int> owners;
+    for (int k = 0; k < s.top_k; ++k)
+      if (const int id = rank.ids[t * s.top_k + k]; id >= s.experts / n) owners.insert(id / (s.experts / n));
+    rows += owners.size();
+  }
+  return rows;
+}
+
+// The launches that users get, by the number of SMs: as `Group(max_sms=)` sets it.
+void run_planned(int n, const Shape& s) {
+  Group group({devices_of(n)}, 2.0, false);
+  std::vector<Rank> ranks = make_ranks(n, s);
+  static constexpr const char* kChosen[] = {"all experts", "half of the tokens", "half of the experts"};
+  std::printf("T=%d H=%d top-%d of %d, %d ranks on %d GPUs, %s: %d rows sent\n", s.tokens, s.hidden, s.top_k, s.experts,
+              n, gpu_count(), kChosen[static_cast<int>(s.chosen)], rows_sent(ranks[0], s, n));
+  const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
+  const auto time = [&](const char* op, auto args_of) {
+    using Spec = OpSpec<std::decay_t<decltype(args_of(ranks[0]))>>;
+    std::printf("%-20s", op);
+    for (const int sms : {96, 60, 32, 24, 16}) {
+      if (sms * ranks_per_gpu > 132) continue;
+      const LaunchConfig config = plan_rows(RowShape{Spec::kLaunch, n, Spec::work_size(args_of(ranks[0]))},
+                                            limit_sms(hardware_model(132, 227 * 1024, 32), sms));
+      std::printf(" | %2d SMs %7.1f us", config.ctas, time_op(group, ranks, config, args_of));
+      std::fflush(stdout);
+      exit_on_failure(group, op);
+    }
+    std::printf("\n");
+  };
+  time("dispatch", [](const Rank& r) { return r.dispatch; });
+  time("not expanded", [](const Rank& r) { return r.not_expanded; });
+  time("dispatch float8", [](const Rank& r) { return r.dispatch_float8; });
+  time("float8 rows", [](const Rank& r) { return r.float8_rows; });
+  time("dispatch", [](const Rank& r) { return r.dispatch; });  // whose rows the others read
+  time("scatter", [](const Rank& r) { return r.scatter; });
+  time("combine with scalars", [](const Rank& r) { return r.with_scalars; });
+  time("combine", [](const Rank& r) { return r.combine; });
+  std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
+  for (Rank& r : ranks) release(r);
+}
+
+void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
+         const std::vector<LaunchConfig>& combines) {
+  Group group({devices_of(n)}, 2.0, false);
+  std::vector<Rank> ranks = make_ranks(n, s);
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager\n", s.tokens, s.hidden, s.top_k, s.experts,
               n, gpu_count(), ranks[0].dispatch.eager);
@@ -63,10 +125,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
       std::printf("%-14s CTAs %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.ctas, c.threads,
                   c.senders_per_cta, c.warp_bytes, us);
       std::fflush(stdout);
-      if (const auto error = group.take_error()) {
-        std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
-        std::exit(1);
-      }
+      exit_on_failure(group, op);
     }
   };
   if (s.hidden % 128 == 0) {
@@ -86,6 +145,19 @@ int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   constexpr int kMove = 128 + 3 * 7168, kStream = kWarpBytes;
   const bool few = argc > 2 && !std::strcmp(argv[2], "few");
+  // On two ranks: the rows an expert, and nearly the rows a token and rank, of Qwen3-30B, Qwen3-Next and V3 on eight.
+  const Shape as_on_eight[] = {{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
+  if (argc > 2 && !std::strcmp(argv[2], "planned")) {
+    for (const Shape& shape : as_on_eight) run_planned(n, shape);
+    run_planned(n, {8192, 2048, 8, 128});
+    for (const Chosen half : {Chosen::half_the_tokens, Chosen::half_the_experts}) {
+      run_planned(n, {32768, 2048, 2, 32, half});
+      run_planned(n, {8192, 2048, 8, 128, half});
+    }
+    run_planned(n, {4096, 7168, 8, 256});
+    run_planned(n, {128, 7168, 8, 256});
+    return 0;
+  }
   if (!few) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
   if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
@@ -98,10 +170,8 @@ int main(int argc, char** argv) {
     for (int senders = 4; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
   if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
   if (!few) run(n, {8192, 2048, 8, 128}, dispatches, combines);
-  // On two ranks: the rows an expert, and nearly the rows a token and rank, of Qwen3-30B, Qwen3-Next and V3 on eight.
   if (!few && n == 2)
-    for (const Shape& shape : {Shape{32768, 2048, 2, 32}, Shape{40960, 2048, 2, 128}, Shape{16384, 7168, 2, 64}})
-      run(n, shape, dispatches, combines);
+    for (const Shape& shape : as_on_eight) run(n, shape, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {
     for (const int senders : {1, 2, 4}) dispatches.push_back({ctas, 256, senders, kStream});

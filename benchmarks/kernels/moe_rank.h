@@ -24,8 +24,17 @@ inline int gpu_count() {
 
 inline int gpu_of(size_t rank) { return static_cast<int>(rank) % gpu_count(); }
 
+// Which ids are not -1: all; all of every other token; those of half of each rank's experts, as in a wave of a layer.
+enum class Chosen { all, half_the_tokens, half_the_experts };
+
 struct Shape {
   int tokens, hidden, top_k, experts;
+  Chosen chosen = Chosen::all;
+
+  bool has(int token, int expert, int ranks) const {
+    const int local = experts / ranks;
+    return chosen == Chosen::all || (chosen == Chosen::half_the_tokens ? token % 2 == 0 : expert % local < local / 2);
+  }
 };
 
 // One rank in bfloat16: its inputs on the host, its buffers on the device, and its calls. scatter and dispatch have the
@@ -34,9 +43,9 @@ struct Rank {
   std::vector<__nv_bfloat16> tokens;
   std::vector<int32_t> ids;
   std::vector<float> weights;
-  DispatchArgs dispatch{}, dispatch_float8{}, float8_rows{};  // the last leaves rows in float8
+  DispatchArgs dispatch{}, not_expanded{}, dispatch_float8{}, float8_rows{};  // the last leaves rows in float8
   ScatterArgs scatter{};
-  CombineArgs combine{};
+  CombineArgs combine{}, with_scalars{};
   int device{};
   cudaStream_t stream{};
 };
@@ -51,7 +60,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   for (int t = 0; t < s.tokens; ++t) {
     std::set<int> chosen;
     while (static_cast<int>(chosen.size()) < s.top_k) chosen.insert(random() % s.experts);
-    r.ids.insert(r.ids.end(), chosen.begin(), chosen.end());
+    for (const int id : chosen) r.ids.push_back(s.has(t, id, ranks) ? id : -1);
   }
   for (int i = 0; i < s.tokens * s.top_k; ++i) r.weights.push_back(static_cast<int>(random() % 1000) / 1000.0f);
   const int local = s.experts / ranks, capacity = s.tokens * s.top_k * 5 / 4;
@@ -76,6 +85,11 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   r.float8_rows.wire = Wire::float8_rows;
   r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
 
+  r.not_expanded = d;
+  r.not_expanded.expand = false, r.not_expanded.eager = s.tokens;
+  r.not_expanded.rows = device_array<char>(ranks * s.tokens * row);
+  r.not_expanded.indices = device_array<int32_t>(capacity);
+
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
   a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
@@ -88,16 +102,34 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   c.rows = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
   c.combined = device_array<char>(s.tokens * row);
   c.landing = device_array<char>(ranks * s.tokens * row);
+  r.with_scalars = c;
+  r.with_scalars.scalars = device_array<float>(table), r.with_scalars.returned = device_array<float>(r.ids.size());
   CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
   return r;
 }
 
 inline void release(Rank& r) {
   const DispatchArgs& d = r.dispatch;
-  const void* all[] = {d.tokens,      d.expert_ids,       d.token_weights,   d.rows,
-                       d.group_sizes, d.targets,          d.row_of,          d.weights,
-                       d.counts,      d.dropped,          d.invalid,         d.route_scratch,
-                       d.landing,     r.combine.combined, r.combine.landing, r.float8_rows.scales};
+  const void* all[] = {d.tokens,
+                       d.expert_ids,
+                       d.token_weights,
+                       d.rows,
+                       d.group_sizes,
+                       d.targets,
+                       d.row_of,
+                       d.weights,
+                       d.counts,
+                       d.dropped,
+                       d.invalid,
+                       d.route_scratch,
+                       d.landing,
+                       r.combine.combined,
+                       r.combine.landing,
+                       r.float8_rows.scales,
+                       r.not_expanded.rows,
+                       r.not_expanded.indices,
+                       r.with_scalars.scalars,
+                       r.with_scalars.returned};
   for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
   CHECK(cudaStreamDestroy(r.stream));
 }
