@@ -76,7 +76,7 @@ class CombineGroups {
       const auto group = groups.next();
       issued = op_.ask_abort();  // the load is hidden by the sums
       more = group.items.begin < group.items.end;
-      const int item = group.items.begin + op_.coop.lane / top_k, k = op_.coop.lane % top_k;
+      const int item = group.items.begin + groups.item(), k = groups.position();
       const int source = item < group.items.end ? source_of(item) : -1, token = item / peers;
       const int row = row_bound_.index(group.mine.row);
       const auto terms = in_lanes(row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden, group.mine.weight, top_k);
@@ -135,7 +135,7 @@ class CombineGroups {
         op_.enter(Phase::reduce);
         rows_.acquire();
       }
-      const int token = group.items.begin + op_.coop.lane / width;
+      const int token = group.items.begin + groups.item();
       const bool here = token < group.items.end;
       const Lanes lanes = first_lanes(width) << (op_.coop.lane - at);  // those of the token
       const int target = target_bound_.index(group.mine.target);

@@ -45,17 +45,17 @@ class Landing {
   // Where the token lands, without or with the place of its scales. All lanes call, each with its own token and k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
     const Place place = place_of(token, k, packed);
-    char* const slot = slot_at(place.target);
-    char* const row = rows_.row_at(place.target, row_bytes_);
+    char* const slot = any_in_landing() ? slot_at(place.target) : nullptr;
+    char* const row = any_in_rows() ? rows_.row_at(place.target, row_bytes_) : nullptr;
     return place.in_landing ? slot : row;
   }
   JAX_EP_FN Float8Address float8_at_owner(int token, int k, int packed) const {
     const Place place = place_of(token, k, packed);
-    char* const slot = slot_at(place.target);
-    char* const row = rows_.row_at(place.target, row_bytes_);
-    char* const scales = scales_.row_at(place.target, scale_row_bytes(args_.hidden));
-    if (place.in_landing) return {slot, slot ? slot + args_.hidden : nullptr};
-    return {row, scales};
+    Float8Address row{nullptr, nullptr};
+    char* const slot = any_in_landing() ? slot_at(place.target) : nullptr;
+    if (any_in_rows())
+      row = {rows_.row_at(place.target, row_bytes_), scales_.row_at(place.target, scale_row_bytes(args_.hidden))};
+    return place.in_landing ? Float8Address{slot, slot ? slot + args_.hidden : nullptr} : row;
   }
   // at_owner(), or null for an eager token whose owner is this rank if the op expands: expand() copies it from
   // `tokens`.
@@ -86,7 +86,9 @@ class Landing {
     Target target;
     bool in_landing;
   };
-  // Without branches, because lanes with different tokens call together.
+  // Whether there are such tokens. Lanes with different tokens call together, so branches depend on nothing else.
+  JAX_EP_FN bool any_in_landing() const { return args_.eager > 0 && !args_.lands_in_rows(); }
+  JAX_EP_FN bool any_in_rows() const { return args_.eager < args_.num_tokens || args_.lands_in_rows(); }
   JAX_EP_FN Place place_of(int token, int k, int packed) const {
     const bool eager = is_eager(token);
     const auto target_of = [&](int packed) {

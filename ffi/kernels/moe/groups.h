@@ -46,6 +46,10 @@ class ItemGroups {
   JAX_EP_FN ItemGroups(const Coop& coop, int width, Claim claim, Load load)
       : claim_(claim), load_(load), item_(coop.lane / width), position_(coop.lane % width) {}
 
+  // Which item of a group this lane has, and which of the item's positions.
+  JAX_EP_FN int item() const { return item_; }
+  JAX_EP_FN int position() const { return position_; }
+
   JAX_EP_FN ItemGroup<Value> next() {
     const ItemGroup<Value> now = begun_ ? then_ : claimed();
     begun_ = true;
@@ -96,7 +100,10 @@ class Tokens {
   // have no values.
   template <class Skipped>
   JAX_EP_FN int next(Skipped skipped) {
-    if (!ahead_) return may_push() ? items_.next() : -1;
+    if (!ahead_) {
+      const int token = items_.next();
+      return may_push() ? token : -1;
+    }
     for (;;) {
       if (token_ == tokens_.end && !next_group()) return -1;
       first_lane_ = (token_ - tokens_.begin) * top_k_;
@@ -121,20 +128,18 @@ class Tokens {
     JAX_EP_FN Range operator()() const { return items->next_range(); }
   };
 
-  // The abort word is loaded one step ahead, which hides its latency.
+  // The abort word is loaded a step ahead, or while a ticket is drawn, which hides its latency.
   JAX_EP_FN bool may_push() {
     failed_ = op_.take_abort(issued_);
     issued_ = op_.ask_abort();
     return !failed_;
   }
   JAX_EP_FN bool next_group() {
-    if (!may_push()) return false;
     const auto group = groups_.next();
     tokens_ = group.items;
     token_ = tokens_.begin;
-    if (token_ == tokens_.end) return false;
-    const int width = smaller(top_k_, Coop::lanes), lane = op_.coop.lane;
-    mine_ = resolve_(smaller(token_ + lane / width, tokens_.end - 1), lane % width, group.mine);
+    if (!may_push() || token_ == tokens_.end) return false;
+    mine_ = resolve_(smaller(token_ + groups_.item(), tokens_.end - 1), groups_.position(), group.mine);
     holders_ = static_cast<Lanes>(op_.coop.ballot(is_some(mine_)));
     return true;
   }
