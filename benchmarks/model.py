@@ -174,8 +174,8 @@ _steps: dict[Case, dict[str, float]] = {}  # milliseconds by mixture of experts,
 def note_layer(case: Case, run: Run) -> None:
     """Of two depths: what a layer adds to a step, and the whole model that follows."""
     deeper = dataclasses.replace(case, layers=2 * case.layers, quick=True)
-    for name, shallow in _steps[case].items() if deeper in _steps else ():
-        deep = _steps[deeper][name]
+    for name, deep in _steps.get(deeper, {}).items():
+        shallow = _steps[case][name]
         layer = (deep - shallow) / case.layers
         whole = deep + (QWEN3_30B.num_hidden_layers - deeper.layers) * layer
         rate = case.micro_batches * case.sequences * case.length / whole * 1e3
@@ -202,6 +202,17 @@ def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], b
     return times
 
 
+def held_bytes(program: jax.stages.Compiled) -> int:
+    """That a device holds while the program runs, with the operands."""
+    memory: Any = program.memory_analysis()
+    return memory.temp_size_in_bytes + memory.argument_size_in_bytes
+
+
+def fits(program: jax.stages.Compiled) -> bool:
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")  # none on CPUs
+    return limit is None or held_bytes(program) <= limit
+
+
 def rows(case: Case, run: Run) -> Iterator[Row]:
     import optax  # here, so that --help needs no extras
 
@@ -225,6 +236,9 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         for name, way in ways.items()
     }
 
+    for name in [name for name, program in steps.items() if not fits(program)]:
+        run.note(f"{case}, {name}: a step needs {held_bytes(steps.pop(name)) / 2**30:.1f} GiB a GPU, which there are not")
+
     last: dict[str, Any] = {}  # metrics
 
     def one_step(name: str) -> Callable[[], Any]:
@@ -242,8 +256,6 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     for name, program in steps.items():
         rate = case.micro_batches * tokens / of_step[name] * 1e3
         flops = case.flops(case.micro_batches * tokens) / of_step[name] * 1e3
-        memory = program.memory_analysis()
-        held = memory.temp_size_in_bytes + memory.argument_size_in_bytes
         yield {
             "model": case,
             "mixture of experts": name,
@@ -253,7 +265,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             "tokens/s a GPU": f"{rate:,.0f}",
             "TF/s a GPU": f"{flops / 1e12:,.0f}",
             "MFU": f"{flops / peak:.1%}" if peak else "-",
-            "GiB a GPU": f"{held / 2**30:.1f}",
+            "GiB a GPU": f"{held_bytes(program) / 2**30:.1f}",
             "dropped": f"{float(last[name].dropped):.1%}",
         }
 
