@@ -237,7 +237,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
 
     for name in [name for name, program in steps.items() if not fits(program)]:
-        run.note(f"{case}, {name}: a step needs {held_bytes(steps.pop(name)) / 2**30:.1f} GiB a GPU, which there are not")
+        run.note(f"{case}, {name}: a step needs {held_bytes(steps.pop(name)) / 2**30:.1f} GiB a GPU, too many")
 
     last: dict[str, Any] = {}  # metrics
 
