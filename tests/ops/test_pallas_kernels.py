@@ -3,6 +3,7 @@ test_ragged_dot does not reach."""
 
 import re
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import helpers
@@ -28,7 +29,14 @@ INTERPRET = jax.default_backend() == "cpu"
 _DEVICE = AbstractDevice("NVIDIA H200", None, "gpu")
 H200 = AbstractMesh((4,), ("ep",), axis_types=(AxisType.Auto,), abstract_device=_DEVICE)
 
-SIZES = (13, 0, 50, 20)
+SIZES, BY_RANK = (13, 0, 50, 20), P("ep")
+
+
+def lowered_for_h200(body: Any, operands: Any, in_specs: Any = BY_RANK, out_specs: Any = BY_RANK, **jit: Any) -> str:
+    """What `body` becomes in `jax.shard_map` on four H200, for operands of these types."""
+    with jax.sharding.use_abstract_mesh(H200):
+        mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=in_specs, out_specs=out_specs), **jit)
+        return mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_sizes_beyond_the_rows(rng: np.random.Generator) -> None:
@@ -49,17 +57,10 @@ def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generat
     indices = rng.integers(-1, 60, 100).astype(np.int32)
     known = known_unit(activation)
     assert known is not None
+    options: dict[str, Any] = {"unit": known.function, "keep_products": True, "precision": "highest"}
+    operands = jax.tree.map(jnp.asarray, (lhs, (gate, up), np.array(SIZES)))
     out, *products = helpers.fetch(
-        grouped_matmul(
-            jnp.asarray(lhs),
-            (jnp.asarray(gate), jnp.asarray(up)),
-            jnp.asarray(SIZES),
-            indices=jnp.asarray(indices),
-            unit=known.function,
-            keep_products=True,
-            precision="highest",
-            interpret=INTERPRET,
-        )
+        grouped_matmul(*operands, indices=jnp.asarray(indices), interpret=INTERPRET, **options)
     )
     rows = np.where((indices >= 0)[:, None], helpers.wide(lhs)[indices], 0)
     unit = float(jnp.finfo(dtype).eps)
@@ -118,10 +119,7 @@ def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
         return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, unit=ClampedSwiglu(), keep_products=True)
 
     shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
-    operands = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    with jax.sharding.use_abstract_mesh(H200):
-        mapped = jax.jit(jax.shard_map(body, mesh=H200, in_specs=P("ep"), out_specs=P("ep")))
-        assert "triton" in mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in lowered_for_h200(body, starmap(jax.ShapeDtypeStruct, shapes))
 
 
 @pytest.mark.parametrize("of", ["gated", "outer", "rows"])
@@ -149,7 +147,7 @@ def test_tiles_fit_the_shared_memory_of_amd_gpus(of: str, dtype: np.dtype, monke
     device = AbstractDevice("gfx942", None, "gpu")
     mesh = AbstractMesh((1,), ("ep",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        traced = jax.jit(product).trace(*starmap(jax.ShapeDtypeStruct, shapes))
         text = traced.lower(lowering_platforms=("rocm",)).as_text()
     assert re.findall(r"num_stages = (\d+)", text) == ["2"]
 

@@ -3,6 +3,7 @@ batch."""
 
 from collections.abc import Callable
 from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple, get_args
 
 import helpers
@@ -13,7 +14,7 @@ import pytest
 from conftest import OpenGroup
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from test_pallas_kernels import H200, INTERPRET
+from test_pallas_kernels import INTERPRET, lowered_for_h200
 
 import jax_ep
 from jax_ep import Implementation, MoeStats, nn
@@ -29,78 +30,95 @@ def logits(rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x.astype(np.float64) - x.max())
-    return e / e.sum()
+def log_scores(logits: np.ndarray, score: str) -> np.ndarray:
+    wide = logits.astype(np.float64)
+    if score == "sigmoid":
+        return -np.logaddexp(0, -wide)
+    shifted = wide - wide.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x.astype(np.float64)))
+def weights_of(logits: np.ndarray, ids: np.ndarray, score: str, renormalize: bool = True) -> np.ndarray:
+    valid = (ids >= 0) & (ids < logits.shape[1])
+    weights = np.exp(np.take_along_axis(log_scores(logits, score), np.where(valid, ids, 0), axis=1)) * valid
+    total = weights.sum(axis=1, keepdims=True)
+    return weights / np.where(total == 0, 1, total) if renormalize else weights
+
+
+def in_order(scores: np.ndarray) -> np.ndarray:
+    """Where the greatest of the last axis are, in the order of `jax.lax.top_k`: of equal ones the first."""
+    bits = np.where(np.isnan(scores), np.float32(np.nan), scores).astype(np.float32).view(np.int32).astype(np.int64)
+    return np.argsort(-np.where(bits < 0, bits ^ 0x7FFFFFFF, bits), axis=-1, kind="stable")
+
+
+def within(scores: np.ndarray, groups: Groups) -> np.ndarray:
+    """The scores, minus infinity outside the best groups."""
+    by_group = scores.reshape(len(scores), groups.total, -1)
+    best = np.take_along_axis(by_group, in_order(by_group)[..., : groups.best], axis=2)
+    kept = in_order(best.sum(axis=2))[:, : groups.kept]
+    inside = (kept[:, None, :] == np.arange(groups.total)[:, None]).any(axis=2)
+    return np.where(inside[:, :, None], by_group, -np.inf).reshape(scores.shape)
+
+
+def router(score: str, groups: Groups | None, **options: Any) -> Any:
+    if groups:
+        options |= {"groups": groups.total, "top_groups": groups.kept, "best_of_group": groups.best}
+    return jax.jit(partial(getattr(nn, f"{score}_top_k"), top_k=K, **options))
 
 
 @pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_softmax_top_k(renormalize: bool, logits: np.ndarray) -> None:
-    routed = helpers.fetch(jax.jit(lambda x: nn.softmax_top_k(x, K, renormalize=renormalize))(logits))
-    for row, ids, weights in zip(logits, *routed, strict=True):
-        wanted = np.argsort(-row)[:K]
-        np.testing.assert_array_equal(ids, wanted)
-        exact = softmax(row)[wanted]
-        np.testing.assert_allclose(weights, exact / exact.sum() if renormalize else exact, rtol=1e-5)
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize(("groups", "top_groups", "best_of_group"), [(1, None, 2), (4, 2, 2), (4, 1, 1), (8, 3, 2)])
-def test_sigmoid_top_k(
-    groups: int, top_groups: int | None, best_of_group: int, logits: np.ndarray, rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("score", "groups", "renormalize", "scale"),
+    [
+        ("softmax", None, True, 1.0),
+        ("softmax", None, False, 1.0),
+        ("softmax", Groups(4, 2, 1), False, 2.0**31),  # as DeepSeek-V2 routes
+        *(("sigmoid", groups, True, 2.5) for groups in (None, Groups(4, 2, 2), Groups(4, 1, 1), Groups(8, 3, 2))),
+    ],
+    ids=str,
+)
+def test_choices(
+    score: Score, groups: Any, renormalize: bool, scale: float, logits: np.ndarray, rng: np.random.Generator
 ) -> None:
-    bias = rng.standard_normal(EXPERTS).astype(np.float32)
-    options: dict[str, Any] = {"groups": groups, "top_groups": top_groups, "best_of_group": best_of_group, "scale": 2.5}
-    routed = helpers.fetch(jax.jit(lambda x: nn.sigmoid_top_k(x, K, bias=bias, **options))(logits))
-    for row, ids, weights in zip(logits, *routed, strict=True):
-        scores = sigmoid(row)
-        biased = (scores + bias).reshape(groups, -1)
-        goodness = np.sort(biased, axis=1)[:, ::-1][:, :best_of_group].sum(axis=1)
-        kept = np.argsort(-goodness)[: top_groups or groups]
-        biased[np.setdiff1d(np.arange(groups), kept)] = -np.inf
-        wanted = np.argsort(-biased.reshape(-1))[:K]
-        np.testing.assert_array_equal(ids, wanted)
-        np.testing.assert_allclose(weights, 2.5 * scores[wanted] / scores[wanted].sum(), rtol=1e-5)
-        assert len({expert // (EXPERTS // groups) for expert in ids}) <= (top_groups or groups)
+    bias = rng.standard_normal(EXPERTS).astype(np.float32) * (score == "sigmoid")
+    options: dict[str, Any] = {"renormalize": renormalize, "scale": scale}
+    options |= {"bias": bias} if score == "sigmoid" else {}
+    routed = helpers.fetch(router(score, groups, **options)(logits))
+    scores = np.exp(log_scores(logits, score)) + bias
+    wanted = in_order(within(scores, groups) if groups else scores)[:, :K]
+    np.testing.assert_array_equal(routed.expert_ids, wanted)
+    np.testing.assert_allclose(routed.weights, scale * weights_of(logits, wanted, score, renormalize), rtol=1e-5)
 
 
 @pytest.mark.usefixtures("each_way")
-def test_softmax_in_groups(logits: np.ndarray) -> None:
-    """As DeepSeek-V2 routes: the best expert of a device says what the device is worth, and weights are scaled."""
-    options: dict[str, Any] = {"groups": 4, "top_groups": 2, "renormalize": False, "scale": 2**31}
-    routed = helpers.fetch(jax.jit(lambda x: nn.softmax_top_k(x, K, **options))(logits))
-    for row, ids, weights in zip(logits, *routed, strict=True):
-        members = [list(range(4 * group, 4 * group + 4)) for group in range(4)]
-        best = sorted(members, key=lambda each: -max(row[e] for e in each))[:2]
-        wanted = sorted(best[0] + best[1], key=lambda e: -row[e])[:K]
-        np.testing.assert_array_equal(ids, wanted)
-        np.testing.assert_allclose(weights, 2.0**31 * softmax(row)[wanted], rtol=1e-5)
+@pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: np.random.Generator) -> None:
+    """Ids are those of a stable sort of the scores, which NaN, infinities and underflow make equal.
 
-
-@pytest.mark.usefixtures("each_way")
-def test_weights_follow_the_logits_and_not_the_bias(logits: np.ndarray) -> None:
-    def total(logits: jax.Array, bias: jax.Array) -> jax.Array:
-        return jnp.sum(nn.sigmoid_top_k(logits, K, bias=bias, renormalize=False).weights)
-
-    by_logits, by_bias = jax.grad(total, argnums=(0, 1))(jnp.asarray(logits), jnp.zeros(EXPERTS))
-    chosen = np.argsort(-logits, axis=1)[:, :K]
-    wanted = np.zeros_like(logits)
-    np.put_along_axis(wanted, chosen, np.take_along_axis(sigmoid(logits) * (1 - sigmoid(logits)), chosen, 1), 1)
-    np.testing.assert_allclose(by_logits, wanted, rtol=1e-4, atol=1e-6)
-    assert not by_bias.any()
-
-
-def weights_of(logits: np.ndarray, ids: np.ndarray, score: str, renormalize: bool) -> np.ndarray:
-    powers = np.exp(logits)
-    scores = powers / (powers.sum(axis=1, keepdims=True) if score == "softmax" else 1 + powers)
-    valid = (ids >= 0) & (ids < EXPERTS)
-    weights = np.where(valid, np.take_along_axis(scores, np.where(valid, ids, 0), axis=1), 0)
-    return weights / np.where(valid.any(axis=1), weights.sum(axis=1), 1)[:, None] if renormalize else weights
+    If all scores of a token are NaN their signs, which differ between platforms, order them.
+    """
+    experts = 12
+    logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (200, experts)).astype(np.float32)
+    for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
+        logits[tokens] = np.where(rng.random(logits[tokens].shape) < 0.1, value, logits[tokens])
+    logits[120:130], logits[130:140] = -np.inf, 0
+    bias = rng.choice([-0.0, 0, 0.5, np.inf, np.nan], experts, p=[0.3, 0.3, 0.2, 0.1, 0.1]).astype(np.float32)
+    options: dict[str, Any] = {"bias": bias} if score == "sigmoid" else {}
+    routed = router(score, groups, **options)(logits)
+    with np.errstate(all="ignore"):
+        scores = np.exp(log_scores(logits, score)).astype(np.float32)
+        bad = np.isnan(scores).any(axis=1) & (score == "softmax")
+        scores += options.get("bias", np.float32(0))
+        if groups:
+            found = jax.jit(lambda x: nn.within_top_groups(x, K, groups.total, groups.kept, groups.best))(scores)
+            scores = within(scores, groups)
+            np.testing.assert_array_equal(found, scores)
+        chosen = in_order(scores)[:, :K]
+        np.testing.assert_array_equal(routed.expert_ids[~bad], chosen[~bad])
+        np.testing.assert_allclose(routed.weights, weights_of(logits, chosen, score), rtol=1e-4, atol=1e-37)
+    assert bad.any() == (score == "softmax")
+    assert all(len({*ids}) == K for ids in np.asarray(routed.expert_ids).tolist())
 
 
 @pytest.mark.usefixtures("each_way")
@@ -110,7 +128,8 @@ def weights_of(logits: np.ndarray, ids: np.ndarray, score: str, renormalize: boo
 def test_some_tokens_and_given_ids(
     score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: np.random.Generator
 ) -> None:
-    """Gradients are those of the batch without the masked tokens, which hold anything, also for unlikely experts."""
+    """Gradients are those of the batch without the masked tokens, which hold anything, also for unlikely experts. The
+    bias that balances has none."""
     ids = np.argsort(-logits, axis=1)[:, :K]
     if replayed:
         ids = rng.integers(-1, EXPERTS + 1, ids.shape)
@@ -123,20 +142,21 @@ def test_some_tokens_and_given_ids(
     given = logits.copy()
     given[~mask] = rng.choice([np.nan, np.inf, -np.inf, 1], given[~mask].shape)
     given[1] = np.nan
-    router = nn.softmax_top_k if score == "softmax" else nn.sigmoid_top_k
     options: Any = {"ids": ids.astype(np.int8) if replayed else None, "mask": mask, "renormalize": renormalize}
 
-    def total(logits: jax.Array) -> tuple[jax.Array, nn.Routed]:
-        routed = router(logits, K, **options)
+    def total(logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, nn.Routed]:
+        its_bias = {"bias": bias} if score == "sigmoid" else {}
+        routed = router(score, None, **options, **its_bias)(logits)
         return jnp.sum(routed.weights * by), routed
 
-    gradient, routed = helpers.fetch(jax.jit(jax.grad(total, has_aux=True))(given))
+    gradients, routed = helpers.fetch(jax.jit(jax.grad(total, (0, 1), has_aux=True))(given, jnp.zeros(EXPERTS)))
     ids[~mask] = -1
     exact = partial(weights_of, ids=ids, score=score, renormalize=renormalize)
     np.testing.assert_array_equal(routed.expert_ids, ids)
     np.testing.assert_allclose(routed.weights, exact(logits.astype(np.float64)), rtol=1e-5)
     wanted = finite_differences(lambda x: float(np.sum(exact(x) * by)), logits.astype(np.float64))
-    np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    np.testing.assert_allclose(gradients[0], wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    assert not gradients[1].any()
 
 
 @pytest.mark.usefixtures("each_way")
@@ -153,59 +173,6 @@ def test_derivatives_twice_in_a_batch(router: Any, rng: np.random.Generator) -> 
     check_grads(total, (logits,), order=2, modes=("fwd", "rev"), rtol=2e-2, atol=2e-3, eps=1e-2)
 
 
-def in_order(scores: np.ndarray) -> np.ndarray:
-    """Where the greatest of the last axis are, in the order of `jax.lax.top_k`: of equal ones the first."""
-    bits = np.where(np.isnan(scores), np.float32(np.nan), scores).astype(np.float32).view(np.int32).astype(np.int64)
-    return np.argsort(-np.where(bits < 0, bits ^ 0x7FFFFFFF, bits), axis=-1, kind="stable")
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: np.random.Generator) -> None:
-    """Ids are those of a stable sort of the scores, which NaN, infinities and underflow make equal.
-
-    If all scores of a token are NaN their signs, which differ between platforms, order them.
-    """
-    experts = 12
-    logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (200, experts)).astype(np.float32)
-    for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
-        logits[tokens] = np.where(rng.random(logits[tokens].shape) < 0.1, value, logits[tokens])
-    logits[120:130], logits[130:140] = -np.inf, 0
-    bias, bad = np.float32(0), np.zeros(len(logits), bool)
-    options: dict[str, Any] = {}
-    if groups:
-        options = {"groups": groups.total, "top_groups": groups.kept, "best_of_group": groups.best}
-    with np.errstate(all="ignore"):
-        if score == "softmax":
-            wide = logits.astype(np.float64)
-            shifted = wide - wide.max(axis=1, keepdims=True)
-            log_scores = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-            bad = np.isnan(log_scores).any(axis=1)
-            routed = jax.jit(lambda x: nn.softmax_top_k(x, K, **options))(logits)
-        else:
-            bias = rng.choice([-0.0, 0, 0.5, np.inf, np.nan], experts, p=[0.3, 0.3, 0.2, 0.1, 0.1]).astype(np.float32)
-            log_scores = -np.logaddexp(0, -logits.astype(np.float64))
-            routed = jax.jit(lambda x: nn.sigmoid_top_k(x, K, bias=bias, **options))(logits)
-        scores = np.exp(log_scores).astype(np.float32) + bias
-        if groups:
-            by_group = scores.reshape(len(scores), groups.total, -1)
-            best = np.take_along_axis(by_group, in_order(by_group)[..., : groups.best], axis=2)
-            kept = in_order(best.sum(axis=2))[:, : groups.kept]
-            inside = (kept[:, None, :] == np.arange(groups.total)[:, None]).any(axis=2)
-            wanted = np.where(inside[:, :, None], by_group, -np.inf).reshape(scores.shape)
-            found = jax.jit(partial(nn.within_top_groups, top_k=K, **options))(scores)
-            np.testing.assert_array_equal(found, wanted)
-            scores = wanted
-        chosen = in_order(scores)[:, :K]
-        np.testing.assert_array_equal(routed.expert_ids[~bad], chosen[~bad])
-        of_chosen = np.exp(np.take_along_axis(log_scores, chosen, axis=1))
-        total = of_chosen.sum(axis=1, keepdims=True)
-        np.testing.assert_allclose(routed.weights, of_chosen / np.where(total == 0, 1, total), rtol=1e-4, atol=1e-37)
-    assert bad.any() == (score == "softmax")
-    assert all(len({*ids}) == K for ids in np.asarray(routed.expert_ids).tolist())
-
-
 @pytest.mark.parametrize(("experts", "groups"), [(256, Groups(8, 4, 2)), (160, Groups(8, 3)), (7, None), (8192, None)])
 def test_routers_lower_for_gpus_inside_shard_map(experts: int, groups: Groups | None) -> None:
     """With 64-bit ids, and where JAX refuses operands of different ranks or dtypes."""
@@ -215,12 +182,9 @@ def test_routers_lower_for_gpus_inside_shard_map(experts: int, groups: Groups | 
         return chosen, route(logits, 5, score="softmax", ids=ids), best_groups(logits, groups or Groups())
 
     shapes = ((400, experts), jnp.bfloat16), ((experts,), np.float32), ((400, 5), np.int64), ((400,), np.bool_)
-    specs: Any = {"in_specs": (P("ep"), P(), P("ep"), P("ep")), "out_specs": P("ep")}
-    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
-    with jax.sharding.use_abstract_mesh(H200), jax.enable_x64(True), strict[0], strict[1]:
-        mapped = jax.jit(jax.shard_map(body, mesh=H200, **specs))
-        traced = mapped.trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
-        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("xla.gpu.triton") == 3
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        text = lowered_for_h200(body, starmap(jax.ShapeDtypeStruct, shapes), (P("ep"), P(), P("ep"), P("ep")))
+    assert text.count("xla.gpu.triton") == 3
 
 
 @pytest.mark.parametrize(
@@ -415,8 +379,8 @@ def test_replay_through_layers(implementation: Implementation, open_group: OpenG
             logits = out @ router
             chosen.append(np.argsort(-logits, axis=1)[:, :K] if ids is None else ids[i])
             inner = np.einsum("th,ehf->tef", out, up[i])
-            answers = np.einsum("tef,efh->teh", inner * sigmoid(inner), down[i])
-            weights = weights_of(logits, chosen[-1], "softmax", True)
+            answers = np.einsum("tef,efh->teh", inner / (1 + np.exp(-inner)), down[i])
+            weights = weights_of(logits, chosen[-1], "softmax")
             out = out + np.einsum("tk,tkh->th", weights, np.take_along_axis(answers, chosen[-1][:, :, None], axis=1))
         return out, np.stack(chosen)
 
@@ -468,8 +432,7 @@ def counted(ids: np.ndarray) -> np.ndarray:
 
 def balance(logits: np.ndarray, ids: np.ndarray, score: str) -> float:
     """Expert by expert, of the tokens that go anywhere."""
-    powers = np.exp(logits[((ids >= 0) & (ids < EXPERTS)).any(axis=1)])
-    scores = powers if score == "softmax" else powers / (1 + powers)
+    scores = np.exp(log_scores(logits[((ids >= 0) & (ids < EXPERTS)).any(axis=1)], score))
     probabilities = scores / scores.sum(axis=1, keepdims=True)
     counts = counted(ids)
     return EXPERTS * sum(counts[e] / counts.sum() * probabilities[:, e].mean() for e in range(EXPERTS))
@@ -520,7 +483,7 @@ def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
     value, gradient = jax.value_and_grad(spread)(given, mask)
     np.testing.assert_allclose(value, squares[mask].mean(), rtol=1e-5)
     slope = 2 * np.log(np.exp(logits).sum(axis=1)) * mask / mask.sum()
-    np.testing.assert_allclose(gradient, slope[:, None] * np.array([softmax(x) for x in logits]), rtol=1e-4, atol=1e-8)
+    np.testing.assert_allclose(gradient, slope[:, None] * np.exp(log_scores(logits, "softmax")), rtol=1e-4, atol=1e-8)
     np.testing.assert_allclose(nn.z_loss(logits.astype(np.float32)), squares.mean(), rtol=1e-5)
     assert nn.z_loss(logits.astype(np.float32), np.zeros_like(mask)) == 0
 
@@ -529,7 +492,6 @@ X = np.zeros((TOKENS, EXPERTS), np.float32)
 ROUTED = nn.Routed(helpers.zeros((TOKENS, 4), np.int32), helpers.zeros((TOKENS, 4)))
 REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.softmax_top_k, (X, 17), {}, r"top_k must be in \[1, E = 16\], got 17"),
-    (nn.softmax_top_k, (X[0], 1), {}, r"logits must have shape \[T, E\], got \(16,\)"),
     (nn.softmax_top_k, (X, 2.0), {}, "top_k must be a Python int"),
     (nn.softmax_top_k, (X.astype(np.int32), 1), {}, "logits must be of dtype .*, got int32"),
     (nn.softmax_top_k, (X, 4), {"groups": 4, "best_of_group": 0}, "best_of_group must be at least"),
@@ -547,12 +509,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.within_top_groups, (X, 0, 4, 1), {}, "top_k must be at least 1, got 0"),
     (nn.within_top_groups, (X[0], 1, 4, 1), {}, r"scores must have shape \[T, E\], got"),
     (nn.round_tokens, (ROUTED, 5, 16), {}, r"top_k must be in \[1, K = 4\], got 5"),
-    (
-        nn.round_tokens,
-        (ROUTED._replace(weights=X[:1]), 1, 16),
-        {},
-        r"routed\.weights must have shape \[T, K\] = \(20, 4",
-    ),
+    (nn.round_tokens, (ROUTED._replace(weights=X[:1]), 1, 16), {}, r"routed\.weights must have shape .* = \(20, 4"),
     (nn.round_tokens, (ROUTED, 1, 16), {"multiple": 0}, "multiple must be at least 1, got 0"),
     (nn.round_tokens, (X, 1, 16), {}, "routed must be a Routed of ids and weights, got float32"),
     (nn.round_tokens, (ROUTED, 1, 2**31 - 1), {}, r"num_experts must be below 2\*\*30, got 2147483647"),
@@ -563,7 +520,6 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.balance_loss, (X, zeros((2, 1), int)), {}, r"expert_ids must be of the 20 tokens of logits, got \(2, 1\)"),
     (nn.balance_loss, (X, ROUTED.expert_ids), {"score": "tanh"}, "score must be one of"),
     (nn.balance_loss, (X, X), {}, "expert_ids must be of an integer dtype, got"),
-    (nn.z_loss, (X, zeros(4, bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(4,\)"),
     (nn.softmax_top_k, (zeros((2, 3, 8)), 2), {}, r"logits .*, got \(2, 3, 8\): flatten .* \.reshape\(-1, E\)$"),
     (nn.z_loss, (X, zeros((2, 10), bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(2, 10\)"),
     (nn.scalars, (X,), {}, r"stats must be a jax_ep\.MoeStats, got float32\[20,16\]"),
