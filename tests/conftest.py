@@ -157,3 +157,10 @@ def each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Also the way of GPUs, on a CPU."""
     if request.param == "by kernels" and jax.default_backend() == "cpu":
         monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
+
+
+@pytest.fixture
+def strict() -> Iterator[None]:
+    """JAX refuses operands of different ranks or dtypes."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield

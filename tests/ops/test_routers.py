@@ -4,7 +4,7 @@ batch."""
 from collections.abc import Callable
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import helpers
 import jax
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import OpenGroup
+from helpers import Rng
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from test_pallas_kernels import INTERPRET, lowered_for_h200
@@ -24,9 +25,11 @@ from jax_ep.pallas_kernels import Groups, RouterTiling, best_groups, route
 SIZE, TOKENS, EXPERTS, K = 4, 20, 16, 4
 zeros: Any = np.zeros
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 
 @pytest.fixture
-def logits(rng: np.random.Generator) -> np.ndarray:
+def logits(rng: Rng) -> np.ndarray:
     return rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
 
 
@@ -77,13 +80,11 @@ def router(score: str, groups: Groups | None, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_choices(
-    score: Score, groups: Any, renormalize: bool, scale: float, logits: np.ndarray, rng: np.random.Generator
-) -> None:
+def test_choices(score: Score, groups: Any, renormalize: bool, scale: float, logits: np.ndarray, rng: Rng) -> None:
     bias = rng.standard_normal(EXPERTS).astype(np.float32) * (score == "sigmoid")
-    options: dict[str, Any] = {"renormalize": renormalize, "scale": scale}
-    options |= {"bias": bias} if score == "sigmoid" else {}
-    routed = helpers.fetch(router(score, groups, **options)(logits))
+    options: dict[str, Any] = {"renormalize": renormalize} | ({"bias": bias} if score == "sigmoid" else {})
+    choose = jax.jit(lambda x, scale: router(score, groups, scale=scale, **options)(x))
+    routed = helpers.fetch(choose(logits, jnp.bfloat16(scale)))
     scores = np.exp(log_scores(logits, score)) + bias
     wanted = in_order(within(scores, groups) if groups else scores)[:, :K]
     np.testing.assert_array_equal(routed.expert_ids, wanted)
@@ -93,7 +94,7 @@ def test_choices(
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: np.random.Generator) -> None:
+def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: Rng) -> None:
     """Ids are those of a stable sort of the scores, which NaN, infinities and underflow make equal.
 
     If all scores of a token are NaN their signs, which differ between platforms, order them.
@@ -126,7 +127,7 @@ def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: np.random.G
 @pytest.mark.parametrize("replayed", [True, False])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_some_tokens_and_given_ids(
-    score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: np.random.Generator
+    score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: Rng
 ) -> None:
     """Gradients are those of the batch without the masked tokens, which hold anything, also for unlikely experts. The
     bias that balances has none."""
@@ -161,7 +162,7 @@ def test_some_tokens_and_given_ids(
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("router", [nn.softmax_top_k, partial(nn.sigmoid_top_k, groups=4, top_groups=2)])
-def test_derivatives_twice_in_a_batch(router: Any, rng: np.random.Generator) -> None:
+def test_derivatives_twice_in_a_batch(router: Any, rng: Rng) -> None:
     """Forward and reverse, of logits far enough apart that the choice stays."""
     logits = rng.permuted(np.broadcast_to(np.linspace(-1, 1, EXPERTS), (2, 3, EXPERTS)), axis=2).astype(np.float32)
     by, mask = rng.standard_normal((2, 3, K)).astype(np.float32), np.array([True, False, True])
@@ -175,14 +176,12 @@ def test_derivatives_twice_in_a_batch(router: Any, rng: np.random.Generator) -> 
 
 @pytest.mark.parametrize(("experts", "groups"), [(256, Groups(8, 4, 2)), (160, Groups(8, 3)), (7, None), (8192, None)])
 def test_routers_lower_for_gpus_inside_shard_map(experts: int, groups: Groups | None) -> None:
-    """With 64-bit ids, and where JAX refuses operands of different ranks or dtypes."""
-
     def body(logits: jax.Array, bias: jax.Array, ids: jax.Array, mask: jax.Array) -> Any:
         chosen = route(logits, 5, score="sigmoid", bias=bias, groups=groups, mask=mask)
         return chosen, route(logits, 5, score="softmax", ids=ids), best_groups(logits, groups or Groups())
 
     shapes = ((400, experts), jnp.bfloat16), ((experts,), np.float32), ((400, 5), np.int64), ((400,), np.bool_)
-    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True):
         text = lowered_for_h200(body, starmap(jax.ShapeDtypeStruct, shapes), (P("ep"), P(), P("ep"), P("ep")))
     assert text.count("xla.gpu.triton") == 3
 
@@ -209,7 +208,6 @@ def test_wrong_routers_are_named(match: str, change: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(INTERPRET, reason="needs a GPU")
 def test_logits_of_more_than_2_31_values() -> None:
-    """In tiles of several sizes; many logits are equal."""
     tokens, experts = 8_500_000, 256
     logits = (jnp.arange(tokens)[:, None] * 7 + jnp.arange(experts) * 31) % 97
     for tiling in (None, RouterTiling(1, 1), RouterTiling(32, 8)):
@@ -240,9 +238,7 @@ def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:
     ("devices", "multiple", "more", "renormalize"),
     [(None, 8, 2, True), (4, 8, 1, False), (4, 3, EXPERTS - K, True), (None, 64, 2, False)],
 )
-def test_round_tokens(
-    devices: int | None, multiple: int, more: int, renormalize: bool, rng: np.random.Generator
-) -> None:
+def test_round_tokens(devices: int | None, multiple: int, more: int, renormalize: bool, rng: Rng) -> None:
     """Counts are multiples over all devices, the least weights move, and gradients are those of the weights that are
     left. Some ids are no experts: they stay, without weights."""
     x = (rng.standard_normal((160, EXPERTS)) + np.linspace(0, 1, EXPERTS)).astype(np.float32)
@@ -291,29 +287,6 @@ def test_round_tokens(
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_without_implicit_promotion(logits: np.ndarray) -> None:
-    """Every function here, with gradients, where JAX refuses operands of different ranks or dtypes."""
-    bias = jnp.zeros(EXPERTS)
-
-    def program(logits: jax.Array, scale: jax.Array, mask: jax.Array) -> Any:
-        groups: Any = {"groups": 4, "top_groups": 2, "scale": scale, "mask": mask}
-        routed = nn.sigmoid_top_k(logits, K + 2, bias=bias, **groups)
-        routed = nn.round_tokens(routed, K, EXPERTS, multiple=2, axis_name="ep")
-        again = nn.softmax_top_k(logits, K + 2, ids=routed.expert_ids.astype(jnp.int8), **groups)
-        load = nn.expert_load(routed.expert_ids, EXPERTS, axis_name="ep")
-        losses = [nn.balance_loss(logits, routed.expert_ids, score=score, axis_name="ep") for score in get_args(Score)]
-        total = sum(losses, nn.z_loss(logits, mask, axis_name="ep"))
-        total += jax.lax.psum(jnp.sum(again.weights + routed.weights), "ep")
-        best = nn.within_top_groups(logits, K, 4, 2)
-        return total, (best, nn.balanced_bias(bias, load, rate=scale), nn.load_stats(load, ranks=4))
-
-    operands = logits, jnp.bfloat16(2), np.arange(TOKENS) % 3 > 0
-    specs: Any = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": (P(), (P("ep"), P(), P()))}
-    mapped = jax.shard_map(program, mesh=helpers.mesh_of(ep=SIZE), **specs)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.eval_shape(jax.grad(mapped, has_aux=True), *operands)
-
-
 def test_no_tokens_to_round() -> None:
     none = nn.Routed(helpers.zeros((0, 3), np.int32), helpers.zeros((0, 3)))
     routed = jax.jit(lambda none: nn.round_tokens(none, 2, EXPERTS))(none)
@@ -344,7 +317,7 @@ def test_scalars() -> None:
     assert not any("rank" in name for name in nn.scalars(stats))
 
 
-def test_a_bias_balances(rng: np.random.Generator) -> None:
+def test_a_bias_balances(rng: Rng) -> None:
     """Skewed logits: in some steps the busiest expert has little more than the mean."""
     logits = (rng.standard_normal((512, EXPERTS)) + np.linspace(0, 2, EXPERTS)).astype(np.float32)
 
@@ -363,7 +336,7 @@ def test_a_bias_balances(rng: np.random.Generator) -> None:
     assert after < 1.2
 
 
-def test_replay_through_layers(implementation: Implementation, open_group: OpenGroup, rng: np.random.Generator) -> None:
+def test_replay_through_layers(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
     """The ids that two layers chose on 2 ranks are replayed on 4, by routers that have changed: outputs, and gradients
     through the current scores, are those of numpy.
     """
@@ -420,7 +393,7 @@ class Batch(NamedTuple):
     ids: Any
 
 
-def draw(rng: np.random.Generator) -> Batch:
+def draw(rng: Rng) -> Batch:
     ids = rng.integers(-1, EXPERTS, (SIZE * TOKENS, K)).astype(np.int32)
     ids[5], ids[6], ids[7, 0] = -1, 2, EXPERTS
     return Batch(rng.standard_normal((SIZE * TOKENS, EXPERTS)), ids)
@@ -453,8 +426,7 @@ def finite_differences(function: Callable[[np.ndarray], float], x: np.ndarray) -
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_balance_over_devices(score: Score, rng: np.random.Generator) -> None:
-    """The loss of the whole batch, and each device has the gradient of its own tokens in it."""
+def test_balance_over_devices(score: Score, rng: Rng) -> None:
     batch = draw(rng)
     spread = over_devices(lambda x, ids: nn.balance_loss(x, ids, score=score, axis_name="ep"))
     given = batch.logits.astype(np.float32)
@@ -467,13 +439,13 @@ def test_balance_over_devices(score: Score, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(load, counted(batch.ids))
 
 
-def test_balance_per_sequence(rng: np.random.Generator) -> None:
+def test_balance_per_sequence(rng: Rng) -> None:
     logits, ids = (x.reshape(SIZE, TOKENS, -1) for x in draw(rng))
     actual = jax.vmap(nn.balance_loss)(jnp.asarray(logits, jnp.float32), ids)
     np.testing.assert_allclose(actual, [balance(*pair, "softmax") for pair in zip(logits, ids, strict=True)], rtol=1e-5)
 
 
-def test_z_loss_of_some_tokens(rng: np.random.Generator) -> None:
+def test_z_loss_of_some_tokens(rng: Rng) -> None:
     logits = 3 * draw(rng).logits
     mask = rng.uniform(size=len(logits)) < 0.5
     mask[:TOKENS] = False  # a device without tokens
@@ -547,7 +519,6 @@ def test_what_is_refused(op: Any, given: Any, options: Any, match: str) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint64])
 def test_ids_of_any_integer_dtype(dtype: Any) -> None:
-    """Also where it does not hold the number of experts."""
     ids = np.array([[0, 7], [7, -1 if dtype is np.int8 else 255]]).astype(dtype)
     wanted = np.bincount(ids[(ids >= 0) & (ids < 200)], minlength=200)
     np.testing.assert_array_equal(nn.expert_load(ids, 200), wanted)
