@@ -13,6 +13,7 @@ import matrix_forms
 import numpy as np
 import oracle
 import pytest
+from helpers import Rng
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 from test_float8_products import assert_rounded
@@ -39,8 +40,7 @@ def lowered_for_h200(body: Any, operands: Any, in_specs: Any = BY_RANK, out_spec
         return mapped.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_sizes_beyond_the_rows(rng: np.random.Generator) -> None:
-    """Groups end with the rows, also where sizes add up to more than an int32."""
+def test_sizes_beyond_the_rows(rng: Rng) -> None:
     lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 16), (3, 16, 16)))
     sizes = jnp.array([30, 2**31 - 1, 2**31 - 1], jnp.int32)
     (found,) = grouped_matmul(jnp.asarray(lhs), (jnp.asarray(rhs),), sizes, precision="highest", interpret=INTERPRET)
@@ -49,7 +49,7 @@ def test_sizes_beyond_the_rows(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
-def test_gated_products(activation: str, dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_gated_products(activation: str, dtype: np.dtype, rng: Rng) -> None:
     """Of gathered rows; those behind the last group are zero."""
     lhs, gate, up = (
         rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
@@ -81,10 +81,7 @@ def dequantized(bits: jax.Array, scales: jax.Array) -> np.ndarray:
 
 @pytest.mark.parametrize("most_bytes", [2**31, 4 * 256 * 128])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
-def test_quantized_matrices(
-    dtype: np.dtype, most_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also in parts, which are not whole matrices."""
+def test_quantized_matrices(dtype: np.dtype, most_bytes: int, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "MOST_BYTES", most_bytes)
     drawn = rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))
     matrices = drawn.clip(-6e4, 6e4).astype(dtype)  # what float16 holds
@@ -178,7 +175,6 @@ def test_offsets_in_large_arrays(
 
 
 def test_a_jax_without_triton() -> None:
-    """XLA computes what kernels would."""
     script = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None
@@ -198,8 +194,7 @@ print("by Pallas:", gemm.pallas_platforms())
     assert f"pallas_kernels: jax {jax.__version__} has no Triton backend of Pallas\nby Pallas: ()\n" in output
 
 
-def test_arrays_of_more_than_2_31_values(rng: np.random.Generator) -> None:
-    """Each kernel reads or writes bfloat16 [160, 7168, 2048]."""
+def test_arrays_of_more_than_2_31_values(rng: Rng) -> None:
     if INTERPRET or jax.devices()[0].memory_stats()["bytes_limit"] < 16 * 2**30:
         pytest.skip("needs a GPU with 16 GiB")
     groups, k, n = 160, 7168, 2048

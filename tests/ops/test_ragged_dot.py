@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import oracle
 import pytest
+from helpers import Rng
 
 from jax_ep import PlatformError
 from jax_ep._kit import gemm
@@ -69,7 +70,7 @@ class Operands(NamedTuple):
     cotangent: Any
 
 
-def draw(rng: helpers.Rng, case: Case, dtype: np.dtype) -> Operands:
+def draw(rng: Rng, case: Case, dtype: np.dtype) -> Operands:
     """Indices are repeated, and -1 is among them."""
     lhs = rng.standard_normal((case.of or case.rows, case.contracted)).astype(dtype)
     rhs = rng.standard_normal((len(case.sizes), case.contracted, case.columns)).astype(dtype)
@@ -94,14 +95,27 @@ def magnitudes(lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> 
     return exact(np.abs(lhs), np.abs(rhs), sizes, indices, np.abs(cotangent))
 
 
-def product_and_gradients(
-    lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any, result: Any = None
-) -> tuple[jax.Array, ...]:
-    def product(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        return ragged_dot(lhs, rhs, sizes, preferred_element_type=result, lhs_indices=indices)
-
-    out, pull = jax.vjp(product, lhs, rhs)
+def with_gradients(product: Any, left: Any, right: Any, cotangent: Any) -> tuple[jax.Array, ...]:
+    out, pull = jax.vjp(product, left, right)
     return out, *pull(cotangent.astype(out.dtype))
+
+
+def product_and_gradients(lhs: Any, rhs: Any, sizes: Any, indices: Any, cotangent: Any) -> tuple[jax.Array, ...]:
+    return with_gradients(lambda x, y: ragged_dot(x, y, sizes, lhs_indices=indices), lhs, rhs, cotangent)
+
+
+def numbers_of(contracted: Any, ragged: Any = (0,), groups: Any = (0,), batches: Any = ((), ())) -> Any:
+    return jax.lax.RaggedDotDimensionNumbers((contracted, batches), ragged, groups)
+
+
+FORMS = {
+    "plain": numbers_of(([1], [1])),
+    "transposed": numbers_of(([1], [2])),
+    "contracted": numbers_of(([0], [0]), groups=()),
+}
+# The product and its gradients are those of one sum over rows of cotangent, lhs and rhs: which of the three are a
+# form's result or cotangent, its left and its right operand.
+ROLES = {"plain": (0, 1, 2), "transposed": (1, 0, 2), "contracted": (2, 1, 0)}
 
 
 def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, roundings: int = 1) -> None:
@@ -118,19 +132,30 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, rounding
 @pytest.mark.parametrize(
     ("dtype", "result"), [*((dtype, None) for dtype in (BFLOAT16, FLOAT16, FLOAT32)), (BFLOAT16, FLOAT32)], ids=str
 )
-@pytest.mark.parametrize("case", CASES + GATHERED, ids=str)
-def test_product_and_gradients(case: Case, dtype: np.dtype, result: Any, rng: helpers.Rng) -> None:
-    """The cotangents of gathered rows are rounded before they are summed."""
+@pytest.mark.parametrize(
+    "of",
+    [*(("", case) for case in CASES + GATHERED), *itertools.product(FORMS, [CASES[i] for i in (1, 4, 5)])],
+    ids=str,
+)
+def test_products_and_gradients(of: tuple[str, Case], dtype: np.dtype, result: Any, rng: Rng) -> None:
+    """By `ragged_dot`, and in the forms of `ragged_dot_general`. Cotangents of gathered rows are rounded before they
+    are summed."""
+    form, case = of
     operands = draw(rng, case, dtype)
-    found = jax.jit(partial(product_and_gradients, result=result))(*operands)
+    options: dict[str, Any] = {"preferred_element_type": result}
+    options |= {"ragged_dot_dimension_numbers": FORMS[form]} if form else {"lhs_indices": operands.indices}
+    product = partial(ragged_dot_general if form else ragged_dot, group_sizes=jnp.asarray(operands.sizes), **options)
+    roles = ROLES[form or "plain"]
+    cotangent, *both = ([operands.cotangent, operands.lhs, operands.rhs][role] for role in roles)
+    found = jax.jit(partial(with_gradients, product))(*both, cotangent)
     assert [x.dtype for x in found] == [result or dtype, dtype, dtype]
-    roundings = (1, 2 if case.of else 1, 1)
-    for mine, wanted, size, most in zip(found, exact(*operands), magnitudes(*operands), roundings, strict=True):
-        assert_near(mine, wanted, size, most)
+    wanted, most = exact(*operands), magnitudes(*operands)
+    for mine, role in zip(found, roles, strict=True):
+        assert_near(mine, wanted[role], most[role], 2 if case.of and role == 1 else 1)
 
 
 @pytest.mark.usefixtures("core")
-def test_other_groups_are_not_seen(rng: helpers.Rng) -> None:
+def test_other_groups_are_not_seen(rng: Rng) -> None:
     """NaN and infinity in one group, and behind the last, stay there in the product and in both gradients."""
     operands = draw(rng, Case(100, 64, 72, (30, 21, 40)), BFLOAT16)
     bad, clean = slice(30, 51), np.r_[0:30, 51:91]
@@ -146,7 +171,7 @@ def test_other_groups_are_not_seen(rng: helpers.Rng) -> None:
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("bad", [-2, 40, np.iinfo(np.int32).min, np.iinfo(np.int32).max])
-def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: helpers.Rng) -> None:
+def test_out_of_bounds_is_nan_and_stays_in_its_group(bad: int, rng: Rng) -> None:
     operands = draw(rng, Case(200, 64, 72, (70, 60, 50), of=40), BFLOAT16)
     right = exact(*operands)
     at = rng.integers(70, 130)
@@ -170,25 +195,19 @@ def test_nothing_to_gather(rows: int, indices: int) -> None:
         assert not np.asarray(x).any()
 
 
-def test_gradients_have_the_same_bits_each_time(rng: helpers.Rng) -> None:
+def test_gradients_have_the_same_bits_each_time(rng: Rng) -> None:
     helpers.assert_same_bits_again(jax.jit(product_and_gradients), draw(rng, GATHERED[3], BFLOAT16), 1)
 
 
 @pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("batched", [(None, None, None, 0), (0, None, None, None)], ids=str)
-def test_vmap_of_one_operand(batched: tuple[int | None, ...], rng: helpers.Rng) -> None:
-    case, count = Case(30, 16, 24, (10, 5, 12), of=7), 3
-    drawn = [draw(rng, case, BFLOAT16) for _ in range(count)]
-    operands = [np.stack(x) if b == 0 else x[0] for x, b in zip(zip(*drawn, strict=True), batched, strict=False)]
-
-    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> jax.Array:
-        return ragged_dot(lhs, rhs, sizes, lhs_indices=indices)
-
-    out = jax.jit(jax.vmap(product, in_axes=batched))(*operands)
-    for i, mine in enumerate(out):
-        each = drawn[0]._replace(
-            **{name: x[i] for name, x, b in zip(Operands._fields, operands, batched, strict=False) if b == 0}
-        )
+@pytest.mark.parametrize("name", ["indices", "lhs"])
+def test_vmap_of_one_operand(name: str, rng: Rng) -> None:
+    drawn = [draw(rng, Case(30, 16, 24, (10, 5, 12), of=7), BFLOAT16) for _ in range(3)]
+    batch = [drawn[0]._replace(**{name: getattr(each, name)}) for each in drawn]
+    given = drawn[0]._replace(**{name: np.stack([getattr(each, name) for each in drawn])})
+    axes = tuple(0 if each == name else None for each in Operands._fields)
+    found = jax.jit(jax.vmap(product_and_gradients, in_axes=axes))(*given)[0]
+    for mine, each in zip(found, batch, strict=True):
         assert_near(mine, exact(*each)[0], magnitudes(*each)[0])
 
 
@@ -219,7 +238,7 @@ def test_bad_operands_are_refused() -> None:
 
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("gathers", [False, True])
-def test_sizes_beyond_32_bits(gathers: bool, rng: helpers.Rng) -> None:
+def test_sizes_beyond_32_bits(gathers: bool, rng: Rng) -> None:
     lhs, rhs, *_ = draw(rng, Case(8, 8, 8, (0, 0)), FLOAT32)
     indices = np.arange(8) if gathers else None
     out = ragged_dot(lhs, rhs, cast(Any, [3, 2**31]), lhs_indices=cast(Any, indices))
@@ -250,7 +269,7 @@ HIGHEST, BY_BFLOAT16 = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF1
 @pytest.mark.parametrize("precision", [None, (HIGHEST, HIGHEST), BY_BFLOAT16, "highest"], ids=str)
 @pytest.mark.parametrize("sizes", [jnp.int8, jnp.uint32])
 def test_the_forms_of_other_libraries_tests(
-    dtypes: tuple[str, str], result: Any, precision: Any, sizes: Any, rng: helpers.Rng
+    dtypes: tuple[str, str], result: Any, precision: Any, sizes: Any, rng: Rng
 ) -> None:
     """What tokamax' and JAX's own tests pass: it does as `jax.lax.ragged_dot` does, or is refused as there."""
     case = Case(48, 16, 24, (20, 0, 23))
@@ -265,51 +284,6 @@ def test_the_forms_of_other_libraries_tests(
         found = ragged_dot(lhs, rhs, **given)
         assert found.dtype == wanted.dtype
         np.testing.assert_allclose(*(np.asarray(x, np.float64) for x in (found, wanted)), rtol=0.01, atol=0.1)
-
-
-def numbers_of(contracted: Any, ragged: Any = (0,), groups: Any = (0,), batches: Any = ((), ())) -> Any:
-    return jax.lax.RaggedDotDimensionNumbers((contracted, batches), ragged, groups)
-
-
-FORMS = {
-    "plain": numbers_of(([1], [1])),
-    "transposed": numbers_of(([1], [2])),
-    "contracted": numbers_of(([0], [0]), groups=()),
-}
-
-
-@pytest.mark.matrix(1)
-@pytest.mark.usefixtures("core")
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "result"), [(BFLOAT16, None), (FLOAT32, None), (BFLOAT16, FLOAT32)], ids=str)
-@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[5]], ids=str)
-def test_general(case: Case, form: str, dtype: Any, result: Any, rng: helpers.Rng) -> None:
-    """A product of a matrix transposed, and one over the rows of groups: values and gradients."""
-    lhs, rhs, sizes, _, rows = draw(rng, case, dtype)
-    left, right = {"plain": (lhs, rhs), "transposed": (rows, rhs), "contracted": (lhs, rows)}[form]
-
-    def wanted(left: Any, right: Any, cotangent: Any) -> tuple[Any, ...]:
-        """Of form "transposed" the matrices are [G, N, K], as `rhs` is for rows of N values."""
-        if form == "plain":
-            return exact(left, right, sizes, None, cotangent)
-        if form == "transposed":
-            d_left, d_right = oracle.ragged_dot_gradients(cotangent, right, sizes, left)
-            return d_left, oracle.ragged_dot(cotangent, right, sizes), d_right
-        d_left, product = oracle.ragged_dot_gradients(left, cotangent, sizes, right)
-        return product, d_left, oracle.ragged_dot(left, cotangent, sizes)
-
-    def body(left: Any, right: Any, cotangent: Any) -> Any:
-        product = partial(ragged_dot_general, ragged_dot_dimension_numbers=FORMS[form], preferred_element_type=result)
-        out, pull = jax.vjp(lambda left, right: product(left, right, jnp.asarray(sizes)), left, right)
-        return out, *pull(cotangent.astype(out.dtype))
-
-    shape = {"plain": rows.shape, "transposed": lhs.shape, "contracted": rhs.shape}[form]
-    cotangent = rng.standard_normal(shape).astype(dtype)
-    found = jax.jit(body)(left, right, cotangent)
-    assert found[0].dtype == (result or dtype)
-    sums_of_magnitudes = wanted(*map(np.abs, (left, right, cotangent)))
-    for mine, right_one, magnitude in zip(found, wanted(left, right, cotangent), sums_of_magnitudes, strict=True):
-        assert_near(mine, right_one, magnitude)
 
 
 BILINEAR = {  # the product by one-hot arrays: row to group, row to row of lhs, and two identities
@@ -359,7 +333,7 @@ def batches(product: Any, x: Both, d: Both, w: Any) -> Any:
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("form", BILINEAR)
 @pytest.mark.parametrize("derivatives", [jacobians, second_derivatives, batches])
-def test_derivatives_in_batches(form: str, derivatives: Any, rng: helpers.Rng) -> None:
+def test_derivatives_in_batches(form: str, derivatives: Any, rng: Rng) -> None:
     """Those of the product by one-hot arrays, of small integers, which have no rounding."""
     rows, n, sizes = 5, 8, np.array([2, 0, 2], np.int32)
     indices = np.array([2, 0, -1, 2, 1]) if form == "gathered" else np.arange(rows)
@@ -389,7 +363,7 @@ def test_derivatives_in_batches(form: str, derivatives: Any, rng: helpers.Rng) -
         np.testing.assert_array_equal(helpers.wide(mine), right)
 
 
-def test_other_forms_are_jax_own(rng: helpers.Rng) -> None:
+def test_other_forms_are_jax_own(rng: Rng) -> None:
     """A batch of matrices of which groups divide the contraction, and groups of columns that are no rows."""
     lhs, rhs, sizes = (
         jnp.asarray(rng.standard_normal((3, 4, 8))),
@@ -407,7 +381,7 @@ def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
     return jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: helpers.Rng) -> None:
+def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
     """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's.
 
     The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing.
