@@ -31,23 +31,19 @@ def tokens_between(case: helpers.Case, size: int) -> np.ndarray:
     return counts * ~np.eye(size, dtype=bool)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
-@pytest.mark.parametrize(
-    ("options", "row_bytes"),
-    [({}, HIDDEN * 4), ({"wire": "float8_rows"}, HIDDEN + HIDDEN // 128 * 4)],
-    ids=["plain", "float8 rows"],
-)
-def test_dispatch(options: dict[str, Any], row_bytes: int, tokens: int, group: Group, rng: Rng) -> None:
+@pytest.mark.parametrize("tokens", [TOKENS, 600])
+@pytest.mark.parametrize(("wire", "row_bytes"), [(None, HIDDEN * 4), ("float8_rows", HIDDEN + HIDDEN // 128 * 4)])
+def test_dispatch(wire: Any, row_bytes: int, tokens: int, group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
 
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, implementation="kernels", **options)
+    def body(*operands: jax.Array) -> Any:
+        return dispatch(*operands, group=group, num_experts=EXPERTS, implementation="kernels", wire=wire)
 
     helpers.run(group, body, *case)
     np.testing.assert_array_equal(received(group), tokens_between(case, 4).T * row_bytes)
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, 600], ids=["few", "many"])
+@pytest.mark.parametrize("tokens", [TOKENS, 600])
 def test_combine_and_gradients(tokens: int, group: Group, rng: Rng) -> None:
     case = helpers.draw_case(rng, 4, tokens, TOP_K, EXPERTS, HIDDEN)
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels")
@@ -79,9 +75,8 @@ def test_sparse(sharded: bool, dtype: np.dtype, open_group: OpenGroup, rng: Rng)
     group = open_group(size)
     ids = sparse_cases.zipf(rng, size, 40, rows)
     values = sparse_cases.draw_values(rng, ids, width, dtype)
-    helpers.fetch(
-        sparse_cases.program(group, rows, capacity=rows, sharded=sharded, implementation="kernels")(ids, values)
-    )
+    program = sparse_cases.program(group, rows, capacity=rows, sharded=sharded, implementation="kernels")
+    helpers.fetch(program(ids, values))
     block, total = (rows + size - 1) // size, 0
     for row in np.unique(ids):
         entries = (ids == row).sum(axis=1)

@@ -2,7 +2,6 @@
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import helpers
@@ -13,6 +12,7 @@ import optax
 import pytest
 from conftest import OpenGroup
 from embedding_oracle import DenseTraining
+from helpers import Rng
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jax_ep import CapacityError, Group, Implementation, embedding, sparse_all_reduce
@@ -25,7 +25,7 @@ PLACEMENTS = get_args(embedding.Placement)
 IDS_SPEC = P("ep")
 
 
-def draw(rng: np.random.Generator) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+def draw(rng: Rng) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
     """A table, ids of all ranks with duplicates and some outside, and a weight per looked up value."""
     ids = {name: rng.integers(-2, height + 3, (SIZE * N,)).astype(np.int32) for name, height in HEIGHTS.items()}
     ids["words"][:N] = 2  # one row, whose owner is rank 0
@@ -70,9 +70,7 @@ def on_ranks(group: Group, function: Any, in_specs: Any, out_specs: Any, check_v
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_rows_come_home(
-    placement: embedding.Placement, implementation: Implementation, group: Group, rng: np.random.Generator
-) -> None:
+def test_rows_come_home(placement: embedding.Placement, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Also in 16 bits, by int64 ids, and for no ids at all; the gradient of the table is dense there."""
     table, ids, weights = draw(rng)
     parts = stored(table, SIZE, placement)
@@ -98,7 +96,7 @@ def test_rows_come_home(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_rows_that_ranks_need(placement: embedding.Placement, group: Group, rng: np.random.Generator) -> None:
+def test_the_rows_that_ranks_need(placement: embedding.Placement, group: Group, rng: Rng) -> None:
     ids = {"a": rng.zipf(1.3, (SIZE * N,)).astype(np.int32) - 2, "b": rng.integers(-2, V + 1, (SIZE * N, 2))}
     count = partial(embedding.rows_needed, num_rows=V, group=group, placement=placement)
     needed = on_ranks(group, count, IDS_SPEC, P())(ids)
@@ -111,8 +109,7 @@ def test_the_rows_that_ranks_need(placement: embedding.Placement, group: Group, 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_tables_go_to_the_ranks_and_back(placement: embedding.Placement, ranks: int, rng: np.random.Generator) -> None:
-    """In numpy and in JAX, with the state of an optimizer."""
+def test_tables_go_to_the_ranks_and_back(placement: embedding.Placement, ranks: int, rng: Rng) -> None:
     table: Any = rng.standard_normal((V, D)).astype(np.float32)
     for given in (table, jnp.asarray(table)):
         tree = {"table": given, "state": (given[:, :1], np.float32(3))}
@@ -125,7 +122,7 @@ def test_tables_go_to_the_ranks_and_back(placement: embedding.Placement, ranks: 
 
 @pytest.mark.skipif(jax.device_count() < SIZE, reason="needs two lines of two devices")
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_gradients_of_two_lines(placement: embedding.Placement, rng: np.random.Generator) -> None:
+def test_gradients_of_two_lines(placement: embedding.Placement, rng: Rng) -> None:
     """Their sum still knows the ranks' parts."""
     mesh = Mesh(np.array(jax.devices()[:SIZE]).reshape(2, 2), ("data", "ep"))
     table, ids = rng.standard_normal((V + 1, D)).astype(np.float32), rng.integers(V, size=SIZE * N, dtype=np.int32)
@@ -148,11 +145,7 @@ def test_gradients_of_two_lines(placement: embedding.Placement, rng: np.random.G
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_training(
-    check_vma: bool,
-    placement: embedding.Placement,
-    implementation: Implementation,
-    group: Group,
-    rng: np.random.Generator,
+    check_vma: bool, placement: embedding.Placement, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Steps on the ranks' parts are steps of dense optax on the whole table, as every row is named."""
     optimizer, dense = embedding.by_rows(optax.adamw(0.1)), optax.adamw(0.1)
@@ -218,12 +211,10 @@ def test_an_owner_without_room(implementation: Implementation, open_group: OpenG
             assert np.isnan(helpers.fetch(raising(table, ids))).any()
 
 
-def test_a_checkpoint_for_other_ranks(tmp_path: Path, open_group: OpenGroup, rng: np.random.Generator) -> None:
-    """A table that 4 ranks train by "mod" is saved in the order of ids, and goes on by "ranges" on 2 ranks."""
-    checkpoint = pytest.importorskip("orbax.checkpoint")
+def test_training_goes_on_with_other_ranks(open_group: OpenGroup, rng: Rng) -> None:
+    """A table that 4 ranks train by "mod" goes on by "ranges" on 2 ranks, from what a checkpoint has: numpy arrays."""
     optimizer, dense = embedding.rowwise_adagrad(0.1), DenseTraining("rowwise_adagrad", rng.standard_normal((V, D)))
-    table: Any = np.asarray(dense.table)
-    saved = {"table": table, "state": np.asarray(optimizer.init(table))}
+    whole: Any = (np.asarray(dense.table), np.asarray(optimizer.init(dense.table)))
     runs: tuple[tuple[int, embedding.Placement], ...] = ((4, "mod"), (2, "ranges"))
     for ranks, placement in runs:
         group = open_group(ranks)
@@ -233,79 +224,69 @@ def test_a_checkpoint_for_other_ranks(tmp_path: Path, open_group: OpenGroup, rng
         def step(table: jax.Array, state: jax.Array, ids: jax.Array, gradient_of: Any = gradient_of) -> Any:
             return optimizer.step(table, state, gradient_of(table, ids)[1])
 
-        with checkpoint.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / placement, saved)
-            checkpointer.wait_until_finished()
-            saved = checkpointer.restore(tmp_path / placement)
-        parts = embedding.shard_table((saved["table"], saved["state"]), ranks, placement=placement)
+        parts = embedding.shard_table(whole, ranks, placement=placement)
         parts = helpers.fetch(on_ranks(group, step, IDS_SPEC, IDS_SPEC)(*parts, ids))
-        table, state = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
-        saved = {"table": table, "state": state}
-        touched = np.isin(np.arange(V), ids)
-        dense.update(np.cos(dense.table) * np.bincount(ids, minlength=V)[:, None], touched)
-    for actual, expected in zip((saved["table"], saved["state"]), dense.leaves, strict=True):
+        whole = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
+        dense.update(np.cos(dense.table) * np.bincount(ids, minlength=V)[:, None], np.isin(np.arange(V), ids))
+    for actual, expected in zip(whole, dense.leaves, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
-def test_bags(combiner: Any, rng: np.random.Generator) -> None:
+def test_bags(combiner: Any, weighted: bool, rng: Rng) -> None:
     bags, longest = 6, 4
     ids: Any = rng.integers(-1, 9, (bags, longest)).astype(np.int32)
     ids[2] = -1
     rows: Any = rng.standard_normal((bags, longest, D)).astype(np.float32)
-    weights: Any = rng.uniform(0.5, 2, ids.shape).astype(np.float32)
-    for given in (weights, None):
-        expected = np.zeros((bags, D))
-        for i, j in zip(*np.nonzero(ids >= 0), strict=True):
-            expected[i] += rows[i, j] * (1 if given is None else given[i, j])
-        used = np.where(ids >= 0, 1 if given is None else given, 0)
-        divisor = {"sum": np.ones(bags), "mean": used.sum(1), "sqrtn": np.sqrt((used**2).sum(1))}[combiner]
-        expected /= np.where(divisor == 0, 1, divisor)[:, None]
-        square = embedding.bag(rows, ids, given, combiner=combiner)
-        np.testing.assert_allclose(square, expected, rtol=1e-5, atol=1e-6)
-        flat_weights = None if given is None else given.ravel()
-        bag_of: Any = np.repeat(np.arange(bags), longest).astype(np.uint8)
-        ragged = embedding.bag(
-            rows.reshape(-1, D), ids.ravel(), flat_weights, combiner=combiner, bag_of=bag_of, num_bags=300
-        )
-        np.testing.assert_allclose(ragged[:bags], expected, rtol=1e-5, atol=1e-6)
-        assert not np.any(ragged[bags:])
+    weights: Any = rng.uniform(0.5, 2, ids.shape).astype(np.float32) if weighted else np.ones_like(ids, np.float32)
+    given = weights if weighted else None
+    used = np.where(ids >= 0, weights, 0)
+    divisor = {"sum": np.ones(bags), "mean": used.sum(1), "sqrtn": np.sqrt((used**2).sum(1))}[combiner]
+    expected = np.einsum("bl,bld->bd", used, rows) / np.where(divisor == 0, 1, divisor)[:, None]
+    square = embedding.bag(rows, ids, given, combiner=combiner)
+    np.testing.assert_allclose(square, expected, rtol=1e-5, atol=1e-6)
+    options: dict[str, Any] = {"bag_of": np.repeat(np.arange(bags), longest).astype(np.uint8), "num_bags": 300}
+    flat = None if given is None else given.ravel()
+    ragged = embedding.bag(rows.reshape(-1, D), ids.ravel(), flat, combiner=combiner, **options)
+    np.testing.assert_allclose(ragged[:bags], expected, rtol=1e-5, atol=1e-6)
+    assert not np.any(ragged[bags:])
     gradient = jax.grad(lambda w: jnp.sum(embedding.bag(rows, ids, w, combiner=combiner) ** 2))(weights)
     assert np.isfinite(gradient).all()
     assert not np.any(gradient[ids < 0])
 
 
-def test_wrong_arguments(open_group: OpenGroup) -> None:
-    wrong: Any = "max"
-    group, rows, ids = open_group(2), jnp.zeros((4, 3, D)), jnp.zeros((4, 3), jnp.int32)
+BAG_ROWS, BAGS = np.zeros((4, 3, D), np.float32), np.zeros((4, 3), np.int32)
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("sharded_lookup", {"group": None}, "group must be an open jax_ep.Group"),
+    ("sharded_lookup", {"ids": [0]}, "ids must be an array, got int"),
+    ("sharded_lookup", {"ids": {}}, "ids must hold an array at least for every table, got {}"),
+    ("sharded_lookup", {"table": BAG_ROWS}, r"table must have shape \[V, D\], got"),
+    ("sharded_lookup", {"table": BAGS}, "table must be of dtype bfloat16, float16, float32, got"),
+    ("sharded_lookup", {"placement": "max"}, "placement must be one of 'ranges', 'mod'; got"),
+    ("sharded_lookup", {"capacity": 2.0}, "capacity must be an int of rows or None"),
+    ("sharded_lookup", {"on_overflow": "max"}, "on_overflow must be one of"),
+    ("sharded_lookup", {"implementation": "max"}, "implementation must be one of"),
+    ("rows_needed", {"ids": BAGS, "num_rows": 0}, "num_rows must be at least 1"),
+    ("shard_table", {"table": BAG_ROWS, "ranks": 0}, "ranks must be at least 1, got 0"),
+    (
+        "unshard_table",
+        {"table": BAG_ROWS, "ranks": 2, "num_rows": 9},
+        "table must have 10 rows, num_rows=9 and padding for 2 ranks, got 4",
+    ),
+    ("stacked_ids", {"ids": 1.0, "num_rows": 3}, "ids must be an array, got float"),
+    ("stacked_ids", {"ids": BAGS, "num_rows": 0}, "num_rows must be at least 1, got 0"),
+    ("bag", {"ids": BAGS[0]}, r"rows must have shape \[..., L, D\] for ids"),
+    ("bag", {"weights": BAGS[0]}, "weights must have shape that of ids = "),
+    ("bag", {"num_bags": 3}, "num_bags must be given with bag_of and not"),
+    ("bag", {"combiner": "max"}, "combiner must be one of 'sum', 'mean', "),
+]
 
-    def find(**options: Any) -> Any:
-        arguments: dict[str, Any] = {"table": rows[0], "ids": ids, "group": group} | options
-        return embedding.sharded_lookup(**arguments)
 
-    for call, error, message in (
-        (lambda: find(group=None), TypeError, "sharded_lookup: group must be an open jax_ep.Group"),
-        (lambda: find(ids=[0]), TypeError, "sharded_lookup: ids must be an array, got int"),
-        (lambda: find(ids={}), ValueError, "sharded_lookup: ids must hold an array at least for every table, got {}"),
-        (lambda: find(table=rows), ValueError, r"sharded_lookup: table must have shape \[V, D\], got"),
-        (lambda: find(table=ids), TypeError, "sharded_lookup: table must be of dtype bfloat16, float16, float32, got"),
-        (lambda: find(placement=wrong), ValueError, "sharded_lookup: placement must be one of 'ranges', 'mod'; got"),
-        (lambda: find(capacity=2.0), TypeError, "sharded_lookup: capacity must be an int of rows or None"),
-        (lambda: find(on_overflow=wrong), ValueError, "sharded_lookup: on_overflow must be one of"),
-        (lambda: find(implementation=wrong), ValueError, "sharded_lookup: implementation must be one of"),
-        (lambda: embedding.rows_needed(ids, 0, group=group), ValueError, "rows_needed: num_rows must be at least 1"),
-        (lambda: embedding.shard_table(rows, 0), ValueError, "shard_table: ranks must be at least 1, got 0"),
-        (
-            lambda: embedding.unshard_table(rows, 2, num_rows=9),
-            ValueError,
-            "unshard_table: table must have 10 rows, num_rows=9 and padding for 2 ranks, got 4",
-        ),
-        (lambda: embedding.stacked_ids(1.0, 3), TypeError, "stacked_ids: ids must be an array, got float"),
-        (lambda: embedding.stacked_ids(ids, 0), ValueError, "stacked_ids: num_rows must be at least 1, got 0"),
-        (lambda: embedding.bag(rows, ids[0]), ValueError, r"bag: rows must have shape \[..., L, D\] for ids"),
-        (lambda: embedding.bag(rows, ids, ids[0]), ValueError, "bag: weights must have shape that of ids = "),
-        (lambda: embedding.bag(rows, ids, num_bags=3), ValueError, "bag: num_bags must be given with bag_of and not"),
-        (lambda: embedding.bag(rows, ids, combiner=wrong), ValueError, "bag: combiner must be one of 'sum', 'mean', "),
-    ):
-        with pytest.raises(error, match=f"^{message}"):
-            helpers.trace(group, call)
+@pytest.mark.parametrize(("op", "change", "message"), WRONG)
+def test_wrong_arguments(op: str, change: dict[str, Any], message: str, open_group: OpenGroup) -> None:
+    group = open_group(2)
+    usual = {"sharded_lookup": {"table": BAG_ROWS[0], "ids": BAGS, "group": group}, "rows_needed": {"group": group}}
+    given = (usual | {"bag": {"rows": BAG_ROWS, "ids": BAGS}}).get(op, {}) | change
+    with pytest.raises((TypeError, ValueError), match=f"^{op}: {message}"):
+        helpers.trace(group, lambda: getattr(embedding, op)(**given))

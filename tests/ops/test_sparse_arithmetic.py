@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import Rng
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_ep import CapacityError, Group, SparseRows, coalesce, embedding
@@ -116,7 +118,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert restored["accumulated"].guard.dtype == ROWS.guard.dtype
 
 
-def draw(rng: np.random.Generator, entries: int, dtype: Any = np.float32) -> SparseRows:
+def draw(rng: Rng, entries: int, dtype: Any = np.float32) -> SparseRows:
     ids = rng.integers(-2, V + 2, entries).astype(np.int32)
     values = rng.standard_normal((entries, D)).astype(dtype)
     values[-1] = np.nan  # behind the count
@@ -124,7 +126,7 @@ def draw(rng: np.random.Generator, entries: int, dtype: Any = np.float32) -> Spa
     return SparseRows(jnp.asarray(ids), jnp.asarray(values), jnp.int32(entries - 1), V, none, none)
 
 
-def test_sums_are_those_of_dense_gradients(rng: np.random.Generator) -> None:
+def test_sums_are_those_of_dense_gradients(rng: Rng) -> None:
     a, b = ({"table": draw(rng, n), "bias": jnp.asarray(rng.standard_normal(4))} for n in (9, 14))
     add = jax.jit(embedding.add, static_argnames="capacity")
     total = add(a, b)
@@ -142,7 +144,7 @@ def test_sums_are_those_of_dense_gradients(rng: np.random.Generator) -> None:
         embedding.add(ROWS, VALUES)
 
 
-def test_accumulation_in_a_scan(rng: np.random.Generator) -> None:
+def test_accumulation_in_a_scan(rng: Rng) -> None:
     """Four micro-batches; a tree of zeros is an empty sum."""
     parts = [draw(rng, 10) for _ in range(4)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
@@ -153,7 +155,7 @@ def test_accumulation_in_a_scan(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_multiples_and_norms(rng: np.random.Generator, dtype: Any) -> None:
+def test_multiples_and_norms(rng: Rng, dtype: Any) -> None:
     rows, bias = draw(rng, 30, dtype), jnp.asarray(rng.standard_normal(4))
     dense = np.zeros((V, D))
     for i, row in zip(rows.indices[:-1], helpers.wide(rows.values)[:-1], strict=True):
@@ -179,7 +181,7 @@ def test_multiples_and_norms(rng: np.random.Generator, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_norms_over_ranks(rng: np.random.Generator, check_vma: bool) -> None:
+def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
     """Of rows of which every rank has its own, in a tree with an array that all ranks have; and of each rank alone.
 
     The values are constants: check_vma=True sees that the ids alone vary over the ranks.
@@ -199,13 +201,8 @@ def test_norms_over_ranks(rng: np.random.Generator, check_vma: bool) -> None:
         return embedding.global_norm(tree, axis_name=axis_name)[None], rows.todense(), clipped[None]
 
     def on_ranks(axis_name: Any) -> Any:
-        over = jax.shard_map(
-            lambda ids: norms(ids, axis_name),
-            mesh=helpers.mesh_of(ep=size),
-            in_specs=P("ep"),
-            out_specs=P("ep"),
-            check_vma=check_vma,
-        )
+        specs: Any = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
+        over = jax.shard_map(partial(norms, axis_name=axis_name), mesh=helpers.mesh_of(ep=size), **specs)
         return jax.jit(over)(ids.ravel())
 
     found, rows, clipped = on_ranks("ep")
@@ -250,9 +247,9 @@ def test_an_overflow(op: str) -> None:
         group.check()
 
 
-def test_strict_promotion() -> None:
-    """Under jax_numpy_rank_promotion="raise" and jax_numpy_dtype_promotion="strict"."""
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+@pytest.mark.usefixtures("strict")
+def test_strict_promotion_of_wide_operands() -> None:
+    with jax.enable_x64(True):
         rows = SparseRows.from_entries(IDS.astype(np.int64), VALUES.astype(jnp.bfloat16), num_rows=V)
         total = embedding.add(embedding.scale(rows, np.float64(2)), ROWS, capacity=V)
         total = embedding.clip_by_global_norm(total, np.float64(1e9))
