@@ -1,5 +1,6 @@
 """The attention of examples/models, beside the plain formula in float32 and its gradients."""
 
+import itertools
 from typing import Any
 
 import helpers
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import Rng
 
 from jax_ep import Group
 from jax_ep.__main__ import load
@@ -29,7 +31,7 @@ def plain(q: Any, k: Any, v: Any, sinks: Any, window: int | None) -> jax.Array:
     return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(logits, axis=-1)[..., : key.size], v)
 
 
-def draw(rng: np.random.Generator, length: int) -> list[np.ndarray]:
+def draw(rng: Rng, length: int) -> list[np.ndarray]:
     """q, k, v and sinks."""
     shapes = (HEADS, DIM), (GROUPS, DIM), (GROUPS, DIM)
     drawn = [rng.standard_normal((BATCH, length, *shape), np.float32) for shape in shapes]
@@ -44,40 +46,37 @@ def with_gradients(function: Any, operands: list[Any], cotangent: np.ndarray) ->
     return helpers.fetch(jax.jit(both)(operands, cotangent))
 
 
-@pytest.mark.parametrize("length", [8, 21])
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 8])
+CUDNN = pytest.mark.skipif(jax.default_backend() == "cpu", reason="cuDNN runs on GPUs")
+HALF = [("cudnn", None), ("xla", None), ("xla", 128)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "window", "sinks", "length"),
+    [
+        *itertools.product([""], [None, 8], [False, True], [8, 21]),
+        *(pytest.param(*each, True, 512, marks=CUDNN) for each in HALF),
+    ],
+)
 def test_values_and_gradients(
-    window: int | None, sinks: bool, length: int, group: Group, rng: np.random.Generator
+    implementation: str, window: int | None, sinks: bool, length: int, group: Group, rng: Rng
 ) -> None:
-    operands = draw(rng, length)[: 3 + sinks]
-    cotangent, run = rng.standard_normal(operands[0].shape, np.float32), layers.Run(group, jnp.float32)
+    """In float32; by an implementation in bfloat16, near what float32 gives for the same rounded operands."""
+    operands: list[Any] = draw(rng, length)[: 3 + sinks]
+    if implementation:
+        operands = [jnp.asarray(x, jnp.bfloat16) for x in operands]
+    run = layers.Run(group, attention=implementation) if implementation else layers.Run(group, jnp.float32)
+    cotangent = rng.standard_normal(operands[0].shape, np.float32)
 
     def attend(q: Any, k: Any, v: Any, sinks: Any = None) -> jax.Array:
         return layers.attention(q, k, v, run, scale=DIM**-0.5, window=window, sinks=sinks)
 
-    def wanted(q: Any, k: Any, v: Any, sinks: Any = None) -> jax.Array:
+    def exact(q: Any, k: Any, v: Any, sinks: Any = None) -> jax.Array:
         return plain(q, k, v, sinks, window)
 
-    found, expected = (with_gradients(function, operands, cotangent) for function in (attend, wanted))
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.skipif(jax.default_backend() == "cpu", reason="cuDNN runs on GPUs")
-@pytest.mark.parametrize(("implementation", "window"), [("cudnn", None), ("xla", None), ("xla", 128)])
-def test_gradients_of_sinks_in_bfloat16(
-    implementation: str, window: int | None, group: Group, rng: np.random.Generator
-) -> None:
-    """Those of sinks, q, k and v, near what float32 gives for the same rounded operands."""
-    rounded = [jnp.asarray(x, jnp.bfloat16) for x in draw(rng, 512)]
-    cotangent, run = rng.standard_normal(rounded[0].shape, np.float32), layers.Run(group, attention=implementation)
-
-    def attend(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
-        return layers.attention(q, k, v, run, scale=DIM**-0.5, window=window, sinks=sinks)
-
-    found = with_gradients(attend, rounded, cotangent)
-    exact = [x.astype(jnp.float32) for x in rounded]
-    wanted = with_gradients(lambda q, k, v, sinks: plain(q, k, v, sinks, window), exact, cotangent)
-    for name, one, other in zip(("out", "q", "k", "v", "sinks"), found, wanted, strict=True):
-        assert helpers.relative(one, np.asarray(other)) < 0.02, name
+    found = with_gradients(attend, operands, cotangent)
+    wanted = with_gradients(exact, [x.astype(jnp.float32) for x in operands], cotangent)
+    for name, one, other in zip(("out", "q", "k", "v", "sinks"), found, wanted, strict=False):
+        if implementation:
+            assert helpers.relative(one, np.asarray(other)) < 0.02, name
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -140,18 +140,20 @@ HLO = {
 
 @pytest.mark.parametrize("line", HLO)
 def test_bytes_of_a_collective(line: str) -> None:
-    """The forms in which XLA prints collectives, on GPUs too."""
     assert benchmark("collective_bytes").to_other_nodes(line, [0, 0, 1, 1]) == HLO[line]
 
 
-def test_bytes_that_cannot_be_counted() -> None:
-    count = benchmark("collective_bytes").to_other_nodes
-    with pytest.raises(ValueError, match="different amounts"):
-        count("%a = f32[4]{0} all-gather(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 0])
-    with pytest.raises(ValueError, match="no replica groups"):
-        count("%a = f32[4]{0} all-gather(%x), replica_groups=mesh['node'=4] device_ids=(3,1,2,0) {'node'}", [0] * 4)
-    with pytest.raises(ValueError, match="not in its shapes"):
-        count("%a = f32[4]{0} ragged-all-to-all(%x), replica_groups={{0,2},{1,3}}", [0, 0, 1, 1])
+@pytest.mark.parametrize(
+    ("line", "last", "message"),
+    [
+        ("all-gather(%x), replica_groups={{0,2},{1,3}}", 0, "different amounts"),
+        ("all-gather(%x), replica_groups=mesh['node'=4] device_ids=(3,1,2,0) {'node'}", 1, "no replica groups"),
+        ("ragged-all-to-all(%x), replica_groups={{0,2},{1,3}}", 1, "not in its shapes"),
+    ],
+)
+def test_bytes_that_cannot_be_counted(line: str, last: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        benchmark("collective_bytes").to_other_nodes(f"%a = f32[4]{{0}} {line}", [0, 0, 1, last])
 
 
 @on_cpu

@@ -234,7 +234,6 @@ def test_products(open_group: OpenGroup, rng: Rng, tmp_path: Path, capsys: pytes
 
 
 def test_only_what_runs_inside_is_profiled_each_time(group: Group, rng: Rng, tmp_path: Path) -> None:
-    """One compiled program runs before, inside and after two profiles."""
     program, case = round_trip(group), draw(rng)
     ops = {}
     for run, times in enumerate([2, 1]):
@@ -360,8 +359,6 @@ def test_the_report_names_the_slow_rank(
     assert waited.pop("rank") == [f"for {rank}" for rank in range(SIZE)]
     assert waited.pop(str(slow))[slow] == "-"
     assert all(float(row[slow]) >= 0.8 * seconds * 1e6 for row in waited.values()), text
-    for name in ("dispatch", "combine"):
-        assert_table(rows_below(f"{name}, mean us", text), [s for s in slices(path) if s.op == name])
 
 
 def rows_below(head: str, text: str) -> list[list[str]]:
@@ -371,41 +368,20 @@ def rows_below(head: str, text: str) -> list[list[str]]:
     return [re.split("  +", line.strip()) for line in table[1].splitlines()]
 
 
-def assert_table(table: list[list[str]], of_op: list[Slice]) -> None:
-    """The means over the threads of a rank that has run an op once."""
-    phases = table[0][3:]
-    assert table[0][:3] == ["rank", "times", "op"]
-    assert set(phases) == {s.name for s in of_op if s.category == "phase"}
-    assert [row[:2] for row in table[1:]] == [[str(rank), "1"] for rank in range(SIZE)]
-    for rank, row in enumerate(table[1:]):
-        here = [s for s in of_op if s.rank == rank]
-        threads = len({s.thread for s in here})
-        times = [sum(s.end - s.begin for s in here if s.name == phase) / threads for phase in phases]
-        whole = max(s.end for s in here) - min(s.begin for s in here)
-        np.testing.assert_allclose([float(each) for each in row[2:]], [whole, *times], rtol=0, atol=0.051)
-
-
 def test_profiles_do_not_nest(group: Group, rng: Rng, tmp_path: Path) -> None:
     program, case = round_trip(group), draw(rng)
     with jax_ep.profile(tmp_path / "outer.json"):
-        with (
-            pytest.raises(RuntimeError, match=r"already writing to .*outer\.json.*do not nest"),
-            jax_ep.profile(tmp_path / "outer.json"),
-        ):
-            pass
+        with pytest.raises(RuntimeError, match=r"already writing to .*outer\.json.*do not nest"):
+            jax_ep.profile(tmp_path / "outer.json").__enter__()
         helpers.fetch(program(*case))
     assert_complete(tmp_path / "outer.json", SIZE, ["dispatch", "combine"])
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
-    nowhere: Any = None
-    for path, error, must in (
-        (nowhere, TypeError, "be a str or a path, got NoneType"),
-        (tmp_path, OSError, "be a file that can be written, got"),
-        (tmp_path / "missing" / "trace.json", OSError, "be a file that can be written, got"),
-    ):
-        with pytest.raises(error, match=f"profile: path must {must}"), jax_ep.profile(path):
-            pass
+@pytest.mark.parametrize("path", [None, "", "missing/trace.json"])
+def test_a_path_that_cannot_be_written(path: Any, tmp_path: Path) -> None:
+    says = "str or a path, got NoneType" if path is None else "file that can be written, got"
+    with pytest.raises((TypeError, OSError), match=f"profile: path must be a {says}"):
+        jax_ep.profile(path if path is None else tmp_path / path).__enter__()
     with jax_ep.profile(tmp_path / "trace.json"):  # the failure has left nothing behind
         pass
     assert load(tmp_path / "trace.json")["traceEvents"] == []

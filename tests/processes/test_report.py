@@ -19,6 +19,7 @@ from jax_ep.runtime import native
 CALLS = ["dispatch float32 T=4 (train.py, step)", "combine float32 T=4 (train.py, step)"]
 SIZE = 2  # ranks of a process, which is a line
 
+Report = Callable[..., str]
 Ops = list[tuple[int, str, str]]  # number, call, outcome
 
 
@@ -46,16 +47,26 @@ def write(folder: Path, process: int, ranks: dict[int, Ops], *, line: int | None
     (folder / f"jax_ep-host-{process}-{at}.json").write_text(text)
 
 
-def reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(["report", str(folder)]) == 0
-    return capsys.readouterr().out
+@pytest.fixture
+def reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Report:
+    """What the command prints of a folder or of traces, by default of the test's folder; or its error."""
+
+    def run(*paths: Path, fails: bool = False) -> str:
+        arguments = ["report", *map(str, paths or [tmp_path])]
+        if fails:
+            with pytest.raises(SystemExit):
+                main(arguments)
+            return capsys.readouterr().err
+        assert main(arguments) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_an_op_that_a_rank_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """More than 64 ops ago on the others, which no longer know it."""
+def test_an_op_that_a_rank_has_not_begun(tmp_path: Path, reported: Report) -> None:
     write(tmp_path, 0, {0: ops_until(200, "running"), 1: ops_until(200, "running")})
     write(tmp_path, 1, {0: ops_until(200, "running"), 1: ops_until(4)})
-    text = reported(tmp_path, capsys)
+    text = reported()
     assert "process 1 of host, line 1 rank 0, 1, at " in text
     assert "main thread in train.py:7 (step): dumped on request" in text
     assert text.endswith(
@@ -65,31 +76,29 @@ def test_an_op_that_a_rank_has_not_begun(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
-def test_another_op(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_op(tmp_path: Path, reported: Report) -> None:
     other = [*ops_until(6), (7, "combine float32 T=3 (eval.py, step)", "failed"), (8, CALLS[1], "failed")]
     write(tmp_path, 0, {0: ops_until(7, "failed"), 1: ops_until(7, "failed")})
     write(tmp_path, 1, {0: other, 1: ops_until(7, "failed")})
-    assert reported(tmp_path, capsys).endswith(
+    assert reported().endswith(
         "  first divergence: op 7\n"
         "    line 1 rank 0: combine float32 T=3 (eval.py, step), failed\n"
         f"    line 0 rank 0, 1; line 1 rank 1: {CALLS[0]}, failed\n"
     )
 
 
-def test_dumps_of_one_process_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_one_process_are_merged(tmp_path: Path, reported: Report) -> None:
     """And those of an earlier run are left out; a process without a dump is named."""
     write(tmp_path, 3, {0: ops_until(90, "failed"), 1: ops_until(90, "failed")}, line=0, at=1)
     write(tmp_path, 0, {0: ops_until(5, "running")}, at=2)
     write(tmp_path, 0, {0: ops_until(6)}, at=3)
-    text = reported(tmp_path, capsys)
+    text = reported()
     assert "  process 3 of host: of an earlier run, left out\n" in text
     assert "  no dump of the process of line 0 rank 1\n  no divergence: " in text
 
 
-def test_an_empty_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
-    assert f"no dumps (jax_ep-*.json) in {tmp_path}" in capsys.readouterr().err
+def test_an_empty_folder(tmp_path: Path, reported: Report) -> None:
+    assert f"no dumps (jax_ep-*.json) in {tmp_path}" in reported(fails=True)
 
 
 def without(*path: str | int) -> str:
@@ -107,7 +116,8 @@ def with_field(field: str, value: Any) -> str:
     return json.dumps(dump_of(0, {0: ops_until(2)}) | {field: value})
 
 
-NO_DUMPS: dict[str, str | bytes | Callable[[Path], object]] = {
+Content = str | bytes | Callable[[Path], object]
+NO_DUMPS: dict[str, Content] = {
     "torn": "{",
     "empty": "",
     "other JSON": "[7]",
@@ -137,39 +147,33 @@ NO_DUMPS: dict[str, str | bytes | Callable[[Path], object]] = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("content", NO_DUMPS.values(), ids=NO_DUMPS.keys())
-def test_other_files_are_named(
-    content: str | bytes | Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Beside a good dump, and alone."""
+def test_other_files_are_named(content: Content, tmp_path: Path, reported: Report) -> None:
     path = tmp_path / "jax_ep-\x1b[2J\udcff.json"
     if callable(content):
         content(path)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     named = rf"{tmp_path}/jax_ep-\x1b[2J\udcff.json is no dump: "
-    with pytest.raises(SystemExit):
-        main(["report", str(tmp_path)])
-    assert named in capsys.readouterr().err
+    assert named in reported(fails=True)
     write(tmp_path, 1, {0: ops_until(2), 1: ops_until(2)})
-    text = reported(tmp_path, capsys)
+    text = reported()
     assert text.startswith(named)
     assert text.endswith("\n  no divergence: every recorded op was delivered, and was the same on all ranks\n")
 
 
 @pytest.mark.parametrize("field", ["group", "error", "host"])
-def test_nothing_but_text_reaches_the_terminal(field: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_but_text_reaches_the_terminal(field: str, tmp_path: Path, reported: Report) -> None:
     odd = "".join(map(chr, [*range(0x100), 0x202E, *range(0xD800, 0xE000)]))
     (tmp_path / "jax_ep-odd.json").write_text(with_field(field, f"[{odd}]"))
-    text = reported(tmp_path, capsys)
+    text = reported()
     assert r"[\x00\x01" in text
     assert all(line.isprintable() for line in text.split("\n")), text
     assert len(text.split("\n")) == 5
 
 
-def test_a_closed_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its dump has no ranks."""
+def test_a_closed_group_has_no_ranks(tmp_path: Path, reported: Report) -> None:
     write(tmp_path, 0, {})
-    assert "process 0 of host, " in reported(tmp_path, capsys)
+    assert "process 0 of host, " in reported()
 
 
 def test_letters_that_the_terminal_lacks(tmp_path: Path) -> None:
@@ -182,9 +186,7 @@ PhaseTimes = list[tuple[str, int]]  # us
 Spans = list[tuple[Any, ...]]  # of the library
 
 
-def spans_of(
-    op: str, number: int, begin: int, phases: PhaseTimes, cta: int = 0, role: int = 0
-) -> list[tuple[Any, ...]]:
+def spans_of(op: str, number: int, begin: int, phases: PhaseTimes, cta: int = 0, role: int = 0) -> Spans:
     """One phase after the other, from `begin` on."""
     ends = list(itertools.accumulate((us for _, us in phases), initial=begin))
     return [
@@ -235,7 +237,7 @@ TABLES = """\
 """
 
 
-def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace(tmp_path: Path, reported: Report) -> None:
     """Two processes. In op 1 ranks 1 and 2 come late, in op 2 rank 1 is slow, and rank 3 never begins op 3."""
 
     def of_rank(rank: int) -> Spans:
@@ -256,37 +258,32 @@ def test_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     write_trace(tmp_path / "trace.json", {0: [*of_rank(0), *products], 1: of_rank(1)})
     write_trace(tmp_path / "trace.1.json", {2: of_rank(2), 3: of_rank(3)})
-    assert main(["report", str(tmp_path / "trace.json"), str(tmp_path / "trace.1.json")]) == 0
-    assert capsys.readouterr().out == TABLES
+    assert reported(tmp_path / "trace.json", tmp_path / "trace.1.json") == TABLES
 
 
-def test_a_trace_that_has_lost_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_has_lost_ops(tmp_path: Path, reported: Report) -> None:
     """Nobody knows whether the others waited for a rank in an op that it no longer knows."""
     path = tmp_path / "trace.json"
     first, second = (spans_of("scatter", number, 50 * number, [("wait", 10), ("send", 10)]) for number in (1, 2))
     write_trace(path, {0: [*first, *second], 1: second}, lost=2)
-    assert main(["report", str(path)]) == 0
-    text = capsys.readouterr().out
+    text = reported(path)
     assert text.startswith("process 0 of the trace: 2 earlier phases lost: the profile was too long\n")
     assert "scatter 2: 0.0 us" in text
     assert "scatter 1: " not in text
 
 
-def test_a_trace_without_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_without_ops(tmp_path: Path, reported: Report) -> None:
     write_trace(tmp_path / "trace.json", {0: [], 1: []})
-    assert main(["report", str(tmp_path / "trace.json")]) == 0
-    assert capsys.readouterr().out == "no op has ended in this profile\n"
+    assert reported(tmp_path / "trace.json") == "no op has ended in this profile\n"
 
 
 INFINITE = '{"traceEvents": [{"ph": "X", "pid": 0, "args": {"epoch": 1e999, "op": "a"}}]}'
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"traceEvents": [{}]}', "[" * 100_000, INFINITE, None])
-def test_other_files_are_no_traces(content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_no_traces(content: str | None, tmp_path: Path, reported: Report) -> None:
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_text(content)
     why = f"{path} is no trace of jax_ep.profile: " if content is not None else "No such file or directory"
-    with pytest.raises(SystemExit):
-        main(["report", str(path)])
-    assert why in capsys.readouterr().err
+    assert why in reported(path, fails=True)
