@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import moe_oracle
 import numpy as np
 import pytest
+from helpers import Rng
 
 from jax_ep import Group
 from jax_ep.__main__ import load, main
@@ -98,8 +99,7 @@ def test_layer_columns() -> None:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
-def test_layer_trains_alike(group: Group, rng: np.random.Generator, formulation: str, biased: bool) -> None:
-    """The step of each formulation against the oracle."""
+def test_layer_trains_alike(group: Group, rng: Rng, formulation: str, biased: bool) -> None:
     layer, forms = benchmark("layer"), benchmark("formulations")
     tokens, experts, hidden, width = 16, 4, 8, 12
     ids = np.argsort(rng.random((2 * tokens, experts)), axis=1)[:, :2].astype(np.int32)

@@ -84,13 +84,9 @@ def test_experts_of_few_nodes_train() -> None:
 
 
 @pytest.mark.usefixtures("native")
-def test_the_tensor_parallel_mlp_trains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert example("tensor_parallel_mlp").main(["--steps", "10"]) == 0, capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("native")
-def test_word_vectors_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert example("sparse_embedding").main(["--steps", "100"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize(("name", "steps"), [("tensor_parallel_mlp", "10"), ("sparse_embedding", "100")])
+def test_an_example_trains(name: str, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example(name).main(["--steps", steps]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # the example calls Pallas itself
@@ -116,7 +112,6 @@ def test_an_example_runs_as_a_file(tmp_path: Path) -> None:
 
 
 def test_help_needs_no_extras(tmp_path: Path) -> None:
-    """Of each example, as a file; and of the command."""
     script = f"""
 import runpy, sys
 sys.modules.update(optax=None, matplotlib=None, tqdm=None)

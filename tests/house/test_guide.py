@@ -72,7 +72,6 @@ def test_the_notebook_has_the_example_of_the_readme() -> None:
 
 
 def test_the_first_program_runs_without_a_library() -> None:
-    """On all devices, by XLA and, on GPUs, by Pallas kernels."""
     code = "".join(block[1] for block in list(BLOCK.finditer(TEXTS["docs/guide.md"]))[:3])
     code = code.replace('jax.config.update("jax_num_cpu_devices", 8)', "").replace("(2, 4)", "(1, len(jax.devices()))")
     code = helpers.knowing("test_guide", code + "\nprint('fell to', value)")

@@ -20,6 +20,7 @@ import pytest
 import upstream
 import yaml
 from flax.linen import spmd
+from helpers import Rng
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ep import Experts, Group
@@ -42,11 +43,11 @@ class Bare:
         self.sown[name] = value
 
 
-def draw(rng: helpers.Rng, *shape: int) -> np.ndarray:
+def draw(rng: Rng, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape).astype(np.float32)
 
 
-def draw_experts(rng: helpers.Rng) -> list[np.ndarray]:
+def draw_experts(rng: Rng) -> list[np.ndarray]:
     return [draw(rng, E, *shape) / shape[0] ** 0.5 for shape in ((D, F), (D, F), (F, D))]
 
 
@@ -124,7 +125,7 @@ def maxtext_layer(
     return Bare(moe.RoutedMoE, config=settings, **places, **own, **nothing, **alone)
 
 
-def maxtext_operands(layer: Bare, rng: helpers.Rng, batch: int = B) -> tuple[Any, ...]:
+def maxtext_operands(layer: Bare, rng: Rng, batch: int = B) -> tuple[Any, ...]:
     """Of `sparse_matmul`; logits are not those of the inputs."""
     logits = draw(rng, batch, S, E)
     scores = jax.nn.sigmoid(logits) if layer.config.routed_score_func else None
@@ -147,8 +148,7 @@ def moe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", MAXTEXT)
-def test_maxtext(name: str, rng: helpers.Rng, moe: ModuleType) -> None:
-    """What `RoutedMoE.dense_matmul` has, of every token and every expert."""
+def test_maxtext(name: str, rng: Rng, moe: ModuleType) -> None:
     layer = maxtext_layer(moe, **MAXTEXT[name])
     operands = maxtext_operands(layer, rng, MAXTEXT[name].get("batch", B))
     wanted = with_gradients(layer.dense_matmul, *operands)
@@ -170,9 +170,7 @@ def test_maxtext(name: str, rng: helpers.Rng, moe: ModuleType) -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("force_dropless", [False, True])
 @pytest.mark.parametrize("batch", [B, 1])
-def test_maxtext_obeys_ragged_buffer_factor(
-    force_dropless: bool, batch: int, rng: helpers.Rng, moe: ModuleType
-) -> None:
+def test_maxtext_obeys_ragged_buffer_factor(force_dropless: bool, batch: int, rng: Rng, moe: ModuleType) -> None:
     """A buffer for the fullest rank drops nothing, one with a row less does; what is sown tells the factor."""
     layer = maxtext_layer(moe, batch)
     operands = maxtext_operands(layer, rng, batch)
@@ -193,8 +191,7 @@ def test_maxtext_obeys_ragged_buffer_factor(
 
 
 @pytest.mark.parametrize("axis", ["data", "fsdp", "fsdp_transpose", "tensor", "tensor_sequence", "context"])
-def test_maxtext_shares_work(axis: str, rng: helpers.Rng, moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device has its share of the tokens, or of the experts' columns."""
+def test_maxtext_shares_work(axis: str, rng: Rng, moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, work = maxtext_layer(moe, axis=axis), []
 
     def counted(tokens: jax.Array, ids: Any, weights: Any, experts: Experts, **options: Any) -> Any:
@@ -216,7 +213,7 @@ def test_maxtext_shares_work(axis: str, rng: helpers.Rng, moe: ModuleType, monke
         ({"moe_dropless_fallback": "layer"}, None, "moe_dropless_fallback='step', got 'layer'"),
     ],
 )
-def test_maxtext_refuses(config: dict[str, Any], quant: Any, message: str, rng: helpers.Rng, moe: ModuleType) -> None:
+def test_maxtext_refuses(config: dict[str, Any], quant: Any, message: str, rng: Rng, moe: ModuleType) -> None:
     layer = maxtext_layer(moe, **config)
     vars(layer)["quant"] = quant
     with pytest.raises(NotImplementedError, match=message):
@@ -226,7 +223,7 @@ def test_maxtext_refuses(config: dict[str, Any], quant: Any, message: str, rng: 
 @pytest.mark.optimized
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(("kept", "calls"), [((), 2), (("moe_x_sorted", "moe_mlpwi_0"), 1)])
-def test_maxtext_keeps_by_its_names(kept: tuple[str, ...], calls: int, rng: helpers.Rng, moe: ModuleType) -> None:
+def test_maxtext_keeps_by_its_names(kept: tuple[str, ...], calls: int, rng: Rng, moe: ModuleType) -> None:
     layer = maxtext_layer(moe)
     vars(layer)["policy"] = jax.checkpoint_policies.save_only_these_names(*kept)
     with Group(layer.mesh, "expert", timeout=30) as group:
@@ -251,7 +248,6 @@ def test_patch_applies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("project", ["maxtext", "easydel"])
 def test_signatures(project: str, moe: ModuleType) -> None:
-    """The example takes the arguments of the method that it replaces, by the same names, in the same order."""
     method = moe.RoutedMoE.sparse_matmul
     if project == "easydel":
         method = easydel().BaseMoeModule._sparse_moe_call
@@ -263,7 +259,7 @@ def test_signatures(project: str, moe: ModuleType) -> None:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what tunix imports
-def test_tunix(rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tunix(rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the layer itself computes on a CPU: all tokens by all experts."""
     nnx = pytest.importorskip("flax.nnx")
     pytest.importorskip("jax.experimental.shard_map")  # it imports this
@@ -297,8 +293,7 @@ def easydel() -> ModuleType:
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("biases", [False, True])
-def test_easydel(biases: bool, rng: helpers.Rng, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its own `_sparse_moe_call` has on one device."""
+def test_easydel(biases: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = easydel()
     axes = {moe.DP: "dp", moe.EP: "ep", moe.TP: "tp"}
     one = helpers.mesh_of(dp=1, ep=1, tp=1)

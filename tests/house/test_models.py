@@ -1,7 +1,9 @@
 """The models of examples/models: what transformers computes from the same checkpoints (tests/models), one device and
-eight, checkpoints that are written and read again, and errors."""
+eight, checkpoints that are written and read again, and errors. Their attention, beside the plain formula in float32,
+and their training: the loss of the head, micro-batches, and training that goes on from a checkpoint."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,19 +14,26 @@ import helpers
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import moe_oracle
 import numpy as np
 import pytest
+from conftest import OpenGroup
+from helpers import Rng
 from safetensors.numpy import load_file, save_file
 
 import jax_ep
-from jax_ep import Group
+from jax_ep import Group, MoeStats
 from jax_ep.__main__ import load as load_module
 
 FIXTURES = Path(__file__).parents[1] / "models"
-model, layers = (load_module("examples", f"models.{name}") for name in ("model", "layers"))
+model, layers, losses, training = (
+    load_module("examples", f"models.{name}") for name in ("model", "layers", "losses", "training")
+)
+train_model, generate = (load_module("examples", name) for name in ("train_model", "generate"))
 FAMILIES = {name: load_module("examples", f"models.{name}").Config for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
 SIZES = (1, 8)
 STEPS = 20
+BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 16  # of attention
 
 pytestmark = pytest.mark.usefixtures("native")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -48,7 +57,7 @@ def assert_near(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
 
 @families
 @pytest.mark.parametrize("size", SIZES)
-def test_what_transformers_computes(family: str, size: int, open_group: Callable[..., Group]) -> None:
+def test_what_transformers_computes(family: str, size: int, open_group: OpenGroup) -> None:
     """Logits, routers' choices, and greedy tokens of a prompt by its cache. Two sequences do not fill eight devices,
     which then share sequences by tokens, and single tokens as copies."""
     wanted, config, group = load_file(FIXTURES / family / "expected.safetensors"), config_of(family), open_group(size)
@@ -60,7 +69,7 @@ def test_what_transformers_computes(family: str, size: int, open_group: Callable
     np.testing.assert_array_equal(model.generate(params, wanted["ids"], tokens, config, run), wanted["greedy"])
 
 
-def test_sequences_that_outgrow_their_cache(open_group: Callable[..., Group]) -> None:
+def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
     family, group = "qwen3_moe", open_group(1)
     params, key = loaded(family, group), jax.random.key(0)
     prefill, step = model.decoder(config_of(family), run_of(group), 6)
@@ -72,7 +81,7 @@ def test_sequences_that_outgrow_their_cache(open_group: Callable[..., Group]) ->
         prefill(params, np.ones((2, 7), np.int32), key)
 
 
-def test_experts_stay_in_float8(tmp_path: Path, open_group: Callable[..., Group]) -> None:
+def test_experts_stay_in_float8(tmp_path: Path, open_group: OpenGroup) -> None:
     """The bits of the checkpoint, also after they are saved; what they compute is nearly what their values do."""
     family, group = "deepseek_v3", open_group(2)
     config = config_of(family)
@@ -89,7 +98,7 @@ def test_experts_stay_in_float8(tmp_path: Path, open_group: Callable[..., Group]
     assert helpers.relative(logits, wanted["logits"]) < 0.05
 
 
-def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: Rng) -> None:
     """As are those of DeepSeek-V3's kv_a_proj_with_mqa, with 576 rows. A part is read by itself."""
     values = rng.standard_normal((200, 300)).astype(ml_dtypes.float8_e4m3fn)
     scales = rng.uniform(1, 2, (2, 3)).astype(np.float32)
@@ -104,7 +113,7 @@ def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: 
 
 def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[float]:
     """The losses of steps on the same sequences, from the weights of the checkpoint."""
-    optax, training = pytest.importorskip("optax"), load_module("examples", "models.training")
+    optax = pytest.importorskip("optax")
     config, run, optimizer = config_of(family), run_of(group, **options), optax.adamw(1e-4)
     state = training.first_state(jax.random.key(0), config, optimizer, run)._replace(params=loaded(family, group))
     step, values = training.make_train_step(config, optimizer, run, state), []
@@ -117,7 +126,7 @@ def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[
 
 
 @families
-def test_eight_devices_train_as_one(family: str, open_group: Callable[..., Group]) -> None:
+def test_eight_devices_train_as_one(family: str, open_group: OpenGroup) -> None:
     """Without and with recomputation of what is not kept, and for one family as two lines of four devices.
 
     Sequences are always the same. With others a router may be undecided between two experts, and a rounding decides.
@@ -131,7 +140,7 @@ def test_eight_devices_train_as_one(family: str, open_group: Callable[..., Group
 
 
 @families
-def test_a_checkpoint_that_was_saved(family: str, tmp_path: Path, open_group: Callable[..., Group]) -> None:
+def test_a_checkpoint_that_was_saved(family: str, tmp_path: Path, open_group: OpenGroup) -> None:
     """The same config and bits, in the same shards and on one device; random weights have these shards, too."""
     config, group, alone = config_of(family), open_group(8), open_group(1)
     params = loaded(family, group)
@@ -174,7 +183,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 @families
 @pytest.mark.parametrize("wrong", WRONG)
-def test_errors_of_tensors(family: str, wrong: str, tmp_path: Path, open_group: Callable[..., Group]) -> None:
+def test_errors_of_tensors(family: str, wrong: str, tmp_path: Path, open_group: OpenGroup) -> None:
     change, match = WRONG[wrong]
     folder = spoiled(tmp_path, family, change)
     with pytest.raises(ValueError, match=match):
@@ -199,3 +208,175 @@ def test_errors_of_configs(family: str, change: dict[str, Any], match: str, tmp_
     (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in given.items() if x is not None}))
     with pytest.raises(ValueError, match=match):
         FAMILIES[family].from_json(tmp_path)
+
+
+def plain(q: Any, k: Any, v: Any, sinks: Any, window: int | None) -> jax.Array:
+    """Causal attention: the softmax of a row has one more column for the sink."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    logits = jnp.einsum("btnd,bsnd->bnts", q, k) * DIM**-0.5
+    query, key = np.ogrid[: q.shape[1], : k.shape[1]]
+    seen = (key <= query) & (key > query - (window or key.size))
+    logits = jnp.where(seen, logits, -jnp.inf)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks[:, None, None], (*logits.shape[:3], 1))
+        logits = jnp.concatenate([logits, column], axis=-1)
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(logits, axis=-1)[..., : key.size], v)
+
+
+def draw(rng: Rng, length: int) -> list[np.ndarray]:
+    """q, k, v and sinks."""
+    shapes = (HEADS, DIM), (GROUPS, DIM), (GROUPS, DIM)
+    drawn = [rng.standard_normal((BATCH, length, *shape), np.float32) for shape in shapes]
+    return [*drawn, rng.standard_normal(HEADS, np.float32)]
+
+
+def with_gradients(function: Any, operands: list[Any], cotangent: np.ndarray) -> Any:
+    def both(operands: list[Any], cotangent: Any) -> Any:
+        out, pull = jax.vjp(function, *operands)
+        return out, *pull(cotangent.astype(out.dtype))
+
+    return helpers.fetch(jax.jit(both)(operands, cotangent))
+
+
+CUDNN = pytest.mark.skipif(jax.default_backend() == "cpu", reason="cuDNN runs on GPUs")
+HALF = [("cudnn", None), ("xla", None), ("xla", 128)]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "window", "sinks", "length"),
+    [
+        *itertools.product([""], [None, 8], [False, True], [8, 21]),
+        *(pytest.param(*each, True, 512, marks=CUDNN) for each in HALF),
+    ],
+)
+def test_values_and_gradients_of_attention(
+    implementation: str, window: int | None, sinks: bool, length: int, open_group: OpenGroup, rng: Rng
+) -> None:
+    """In float32; by an implementation in bfloat16, near what float32 gives for the same rounded operands."""
+    operands: list[Any] = draw(rng, length)[: 3 + sinks]
+    if implementation:
+        operands = [jnp.asarray(x, jnp.bfloat16) for x in operands]
+    how: Any = {"attention": implementation} if implementation else {"dtype": jnp.float32}
+    run = layers.Run(open_group(1), **how)
+    cotangent = rng.standard_normal(operands[0].shape, np.float32)
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any = None) -> jax.Array:
+        return layers.attention(q, k, v, run, scale=DIM**-0.5, window=window, sinks=sinks)
+
+    def exact(q: Any, k: Any, v: Any, sinks: Any = None) -> jax.Array:
+        return plain(q, k, v, sinks, window)
+
+    found = with_gradients(attend, operands, cotangent)
+    wanted = with_gradients(exact, [x.astype(jnp.float32) for x in operands], cotangent)
+    for name, one, other in zip(("out", "q", "k", "v", "sinks"), found, wanted, strict=False):
+        if implementation:
+            assert helpers.relative(one, np.asarray(other)) < 0.02, name
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [2, 3, 100])
+def test_the_loss_of_a_head(chunk: int, rng: Rng) -> None:
+    x, head = (rng.standard_normal(shape) for shape in ((10, 6), (6, 9)))
+    targets = rng.integers(9, size=10)
+    targets[[0, 7]] = -1
+
+    def loss(x: jax.Array, head: jax.Array) -> jax.Array:
+        return 3 * losses.next_token_loss(x, head, jnp.asarray(targets).reshape(2, 5), chunk)
+
+    narrow = jnp.asarray(x.reshape(2, 5, 6), jnp.float32), jnp.asarray(head, jnp.float32)
+    value, (d_x, d_head) = jax.jit(jax.value_and_grad(loss, (0, 1)))(*narrow)
+    chances = np.exp(x @ head)
+    chances /= chances.sum(axis=1, keepdims=True)
+    counted = targets >= 0
+    slope = 3 * (chances - np.eye(9)[targets]) * counted[:, None] / counted.sum()
+    np.testing.assert_allclose(value, -3 * np.log(chances[counted, targets[counted]]).mean(), rtol=1e-5)
+    np.testing.assert_allclose(d_x.reshape(10, 6), slope @ head.T, atol=1e-6)
+    np.testing.assert_allclose(d_head, x.T @ slope, atol=1e-6)
+    with pytest.raises(TypeError, match="x must be bfloat16 or float32, got float16"):
+        jax.eval_shape(loss, *(each.astype(np.float16) for each in narrow))
+
+
+def test_micro_batches_are_one_batch(group: Group, rng: Rng) -> None:
+    optax = pytest.importorskip("optax")
+    config, optimizer = config_of("qwen3_moe"), optax.sgd(1.0)
+    run = run_of(group)
+    tokens = rng.integers(config.vocab_size, size=(2 * group.size, 13), dtype=np.int32)
+
+    def after_a_step(batches: np.ndarray) -> Any:
+        state = training.first_state(jax.random.key(0), config, optimizer, run)
+        state, metrics = training.make_train_step(config, optimizer, run, state, balance=0)(state, batches)
+        assert int(state.step) == 1
+        return helpers.fetch((state.params, metrics))
+
+    whole, cut = after_a_step(tokens[None]), after_a_step(tokens.reshape(2, group.size, -1))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole, cut)
+    np.testing.assert_allclose(whole[1].load.sum(axis=-1), 1, rtol=1e-6)
+
+
+def dense_mixture(tokens: Any, ids: Any, weights: Any, experts: Any, *, group: Group, **_: Any) -> Any:
+    """As `jax_ep.moe_mlp`: each rank has all experts, which compute all tokens in float32."""
+    every = jax.tree.map(lambda x: jax.lax.all_gather(x, group.axis_name, tiled=True).astype(np.float32), experts)
+    wide = tokens.astype(np.float32), weights.astype(np.float32), every.gate, every.up, every.down
+    sums = moe_oracle.sums(moe_oracle.Layer(*(x[None] for x in wide)), (None, None, None), ids[None])[0]
+    nothing = jnp.zeros_like(ids, shape=1)
+    load = jnp.zeros_like(ids, shape=experts.down.shape[0])
+    return sums.astype(tokens.dtype), MoeStats(load, nothing, nothing)
+
+
+@pytest.mark.nightly
+def test_losses_of_200_steps(group: Group, rng: Rng) -> None:
+    """In bfloat16 they stay within 1 % of those of dense experts in float32, on text of a chain of 4 successors."""
+    optax = pytest.importorskip("optax")
+    config, optimizer = config_of("qwen3_moe"), optax.adamw(3e-4, b2=0.95)
+    successors, steps, length = rng.integers(config.vocab_size, size=(config.vocab_size, 4)), 200, 64
+    tokens = np.zeros((steps, 1, 8 * group.size, length + 1), np.int32)
+    for i in range(length):
+        drawn = rng.integers(4, size=tokens.shape[:-1])
+        tokens[..., i + 1] = successors[tokens[..., i], drawn]
+
+    def losses_of(run: Any) -> np.ndarray:
+        state = training.first_state(jax.random.key(0), config, optimizer, run)
+        step, found = training.make_train_step(config, optimizer, run, state, balance=0), []
+        for batch in tokens:
+            state, metrics = step(state, batch)
+            found.append(float(metrics.loss))
+        return np.array(found)
+
+    ours = losses_of(layers.Run(group, dtype=jnp.bfloat16))
+    dense = losses_of(run_of(group, moe_mlp=dense_mixture))
+    print("every 20th loss:", *(f"{x:.4f} ({y:.4f})" for x, y in zip(ours[::20], dense[::20], strict=True)))
+    print(f"the last: {ours[-1]:.4f} ({dense[-1]:.4f}); largest difference {np.abs(ours / dense - 1).max():.2%}")
+    assert dense[-1] < 0.8 * dense[0]
+    np.testing.assert_allclose(ours, dense, rtol=0.01)
+
+
+def test_the_command_that_generates(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = load_file(FIXTURES / "qwen3_moe" / "expected.safetensors")
+    prompt, greedy = wanted["ids"][0], wanted["greedy"][0]
+    options = ["--tokens", str(greedy.size), "--dtype", "float32"]
+    assert generate.main([str(FIXTURES / "qwen3_moe"), " ".join(map(str, prompt)), *options]) == 0
+    assert capsys.readouterr().out.split() == [str(token) for token in greedy]
+
+
+def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
+    """Four steps, and two with two more behind a checkpoint: the same weights."""
+    pytest.importorskip("optax")
+    rng.integers(128, size=4000, dtype=np.uint16).tofile(tmp_path / "tokens")
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text((FIXTURES / "qwen3_moe" / "config.json").read_text())
+
+    def trained(out: str, steps: int, dtype: str = "uint16") -> bytes:
+        options = ["--dtype", dtype, "--length", "16", "--sequences", "1", "--learning-rate", "1e-2"]
+        folder = tmp_path / out
+        files = map(str, (config, tmp_path / "tokens", "--out", folder, "--steps", steps))
+        assert train_model.main([*files, *options]) == 0
+        return b"".join(path.read_bytes() for path in sorted((folder / "model").glob("*.safetensors")))
+
+    at_once = trained("at once", 4)
+    assert trained("in two", 2) != at_once
+    assert trained("in two", 4) == at_once
+    with pytest.raises(ValueError, match=r"tokens: tokens must be below 128, got \d+; is --dtype right"):
+        trained("wrong", 1, "uint32")
+    assert (tmp_path / "at once" / "training.png").stat().st_size > 1000
