@@ -68,12 +68,10 @@ class DenseTraining:
         return jax.tree.leaves((self.table, self.state))
 
 
-def dense_gradient(rows: SparseRows, step: int) -> tuple[np.ndarray, np.ndarray]:
+def dense_gradient(rows: SparseRows) -> tuple[np.ndarray, np.ndarray]:
     """[V, D] and which rows were named [V]."""
-    gradient, touched = np.zeros((V, D)), np.zeros(V, bool)
-    for i in range(int(rows.count[step])):
-        row = int(rows.indices[step, i])
-        if 0 <= row < V:
-            gradient[row] += wide(rows.values)[step, i]
-            touched[row] = True
-    return gradient, touched
+    ids = np.asarray(rows.indices)[: int(rows.count)]
+    inside = (ids >= 0) & (ids < V)
+    gradient = np.zeros((V, D))
+    np.add.at(gradient, ids[inside], wide(rows.values)[: len(ids)][inside])
+    return gradient, np.isin(np.arange(V), ids)
