@@ -67,7 +67,6 @@ class RaggedSettings:
 
 
 def test_settings_that_a_spec_lacks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a declared record, when a library is loaded; in a call, when it is traced."""
     platform, ranks, x = group.platform, group._ranks, zeros_of("float32", (4, 4))
     says = "ragged_all_to_all: settings must be slices, operand_rows, output_rows, row_bytes, got slices, .*, depth$"
     with pytest.raises(PlatformError, match=says):
@@ -263,11 +262,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("dispatch", {"alignment": 2**30, "capacity": 0}, "rows with their .* fewer than 2..31 - 2..20, got"),
         ("all_gather_matmul", {"m": 0}, "m must be at least 1, got 0"),
         ("all_gather_matmul", {"m": 2**30}, "m must be below .2..31 - 2..20. / 2 ranks, got 1073741824"),
-        (
-            "all_gather_matmul",
-            {"dtype": "float16"},
-            "dtype must be that of the operands, bfloat16, or float32, got float16",
-        ),
+        ("all_gather_matmul", {"dtype": "float16"}, "dtype must be that of the operands, .* float32, got float16"),
         ("ragged_all_to_all", {"operand_rows": 2**31 - 2**20}, "operand_rows must be below 2..31 - 2..20, got"),
         ("ragged_all_to_all", {"row_bytes": 2**32}, "row_bytes must be below 4 GiB, got"),
         ("ragged_all_to_all", {"operand_rows": 2**33, "row_bytes": 2**31}, "operand_rows must be below"),
@@ -286,11 +281,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ("rows", {"gathered": "lhs", "source_rows": 2**31 - 1}, "source_rows must be at most 1073741823, got 2147"),
         ("rows", {"gathered": "rhs", "source_rows": 5}, "gathered must be none or lhs of groups of rows, got rhs"),
         ("rows", {"source_rows": 5}, "source_rows must be 0 if none is gathered, got 5"),
-        (
-            "contraction",
-            {"gathered": "rhs", "source_rows": 5, "groups": 2**28},
-            "groups must be at most 89478485, got 268435456",
-        ),
+        ("contraction", {"gathered": "rhs", "source_rows": 5, "groups": 2**28}, "groups must be at most 89478485, got"),
         ("contraction", {"m": 12}, "m must be a multiple of 8, got 12"),
         ("contraction", {"dtype": "float32"}, "dtype must be that of the operands, float16, got float32"),
         ("contraction", {"rhs_is_k_by_n": False}, "rhs_is_k_by_n must be True of .*, got False"),

@@ -14,7 +14,7 @@ import oracle
 import pytest
 from chaos.ragged import slices_of
 from conftest import OpenGroup, Rng
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 from jax_ep import Group, Implementation, InvalidRoutingError
 from jax_ep.lax import ragged_all_to_all
@@ -36,7 +36,7 @@ def exchange(over: Group, implementation: Implementation, **options: Any) -> Any
     return body
 
 
-def draw_slices(rng: helpers.Rng, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
+def draw_slices(rng: Rng, each: int, size: int = SIZE, dtype: Any = np.int32) -> oracle.Slices:
     """`each` slices from every rank to every rank, a third of them empty."""
     return slices_of(rng, rng.integers(0, 3, (size, size, each)), ROWS, ROWS, dtype)
 
@@ -53,8 +53,7 @@ NARROW = [dtype for dtype in ALL_DTYPES if re.fullmatch(r"u?int[124]|float[46]_\
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("dtype", [dtype for dtype in ALL_DTYPES if dtype not in NARROW], ids=str)
-def test_dtypes(dtype: np.dtype, implementation: Implementation, program: Any, rng: helpers.Rng) -> None:
-    """All that jax has, bit by bit."""
+def test_dtypes(dtype: np.dtype, implementation: Implementation, program: Any, rng: Rng) -> None:
     if jax.default_backend() == "gpu" and implementation == "xla" and str(dtype) in NOT_GATHERED_BY_XLA:
         pytest.skip("XLA has no all-gather of this dtype on GPUs")
     slices = draw_slices(rng, each=1)
@@ -95,17 +94,15 @@ def test_constants_of_numpy_become_what_jax_has(
     dtype: Any, check_vma: bool, group: Group, implementation: Implementation
 ) -> None:
     rows, slices = np.arange(ROWS, dtype=dtype), np.zeros(SIZE, np.int64)
-    body = jax.shard_map(
-        lambda x: x + exchange(group, implementation)(rows, rows, *[slices] * 4)[:1],
-        mesh=group.mesh,
-        in_specs=P("ep"),
-        out_specs=P("ep"),
-        check_vma=check_vma,
-    )
-    np.testing.assert_array_equal(helpers.fetch(jax.jit(body)(np.ones(SIZE, np.int32))), np.ones(SIZE))
+
+    def body(x: jax.Array) -> jax.Array:
+        return x + exchange(group, implementation)(rows, rows, *[slices] * 4)[0]
+
+    program = helpers.per_rank(body, group.mesh, check_vma=check_vma)
+    np.testing.assert_array_equal(helpers.fetch(program(np.ones(SIZE, np.int32))), np.ones(SIZE))
 
 
-def test_keys_of_random_numbers(program: Any, rng: helpers.Rng) -> None:
+def test_keys_of_random_numbers(program: Any, rng: Rng) -> None:
     slices = draw_slices(rng, each=1)
     operand, output = jax.random.split(jax.random.key(0), (2, SIZE, ROWS))
     actual = jax.random.key_data(program(operand, output, *slices))
@@ -116,7 +113,7 @@ def test_keys_of_random_numbers(program: Any, rng: helpers.Rng) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("each", [2, 3])
 @pytest.mark.parametrize("row", [(), (3,), (2, 7)], ids=str)
-def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program: Any, rng: helpers.Rng) -> None:
+def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program: Any, rng: Rng) -> None:
     for _ in range(5):
         slices = draw_slices(rng, each, dtype=np.uint32 if each == 3 else np.int32)
         operand, output = rng.standard_normal((2, SIZE, ROWS, *row)).astype(np.float32)
@@ -124,7 +121,7 @@ def test_several_slices_and_row_shapes(each: int, row: tuple[int, ...], program:
         np.testing.assert_array_equal(actual, oracle.ragged_all_to_all(operand, output, slices))
 
 
-def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: helpers.Rng) -> None:
+def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: Rng) -> None:
     """The native call writes into the buffer of `output`: it must be a copy when `output` is used again."""
     slices = draw_slices(rng, each=1)
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
@@ -139,7 +136,7 @@ def test_operands_are_not_changed(group: Group, implementation: Implementation, 
 
 
 # Of the slices from rank 1 to rank 2, what is changed: as sent, or as expected.
-SPOILT = {
+SPOILT: dict[str, dict[str, int]] = {
     "before operand": {"input_offsets": -1},
     "beyond operand": {"input_offsets": ROWS + 1},
     "before output": {"output_offsets": -1},
@@ -153,7 +150,7 @@ SPOILT = {
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", SPOILT)
 def test_bad_slices_are_reported_and_the_group_goes_on(
-    name: str, implementation: Implementation, group: Group, program: Any, rng: helpers.Rng
+    name: str, implementation: Implementation, group: Group, program: Any, rng: Rng
 ) -> None:
     good = draw_slices(rng, each=1)
     good.send_sizes[1, 2] = good.recv_sizes[2, 1] = 1
@@ -171,7 +168,7 @@ def test_bad_slices_are_reported_and_the_group_goes_on(
 
 
 def test_no_rank_delivers_what_another_did_not_send(
-    implementation: Implementation, group: Group, program: Any, rng: helpers.Rng
+    implementation: Implementation, group: Group, program: Any, rng: Rng
 ) -> None:
     operand, output = rng.integers(0, 100, (2, SIZE, ROWS, 3)).astype(np.int32)
     bad = draw_slices(rng, each=1)
@@ -189,7 +186,7 @@ def test_no_rank_delivers_what_another_did_not_send(
 @pytest.mark.parametrize("name", oracle.Slices._fields)
 @pytest.mark.parametrize("beyond", [2**32, -(2**32), 2**62])
 def test_beyond_32_bits(
-    name: str, beyond: int, group: Group, program: Any, implementation: Implementation, rng: helpers.Rng
+    name: str, beyond: int, group: Group, program: Any, implementation: Implementation, rng: Rng
 ) -> None:
     """Reported, and not wrapped around to numbers that would do."""
     operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
@@ -226,21 +223,26 @@ def draw_rows(rng: Rng, count: int, *leading: int) -> np.ndarray:
     "parts", [((0, 1), (2, 3)), ((3, 1), (0, 2)), ((0,), (1,), (2,), (3,)), ((2, 0, 3, 1),)], ids=str
 )
 @pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("batched", [False, True])
 def test_axis_index_groups(
-    parts: tuple[tuple[int, ...], ...], each: int, implementation: Implementation, group: Group, rng: Rng
+    parts: tuple[tuple[int, ...], ...], each: int, batched: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
-    """Each part exchanges as a group of its own would, its ranks in the order given."""
-    of_part = len(parts[0])
-    operand, output = draw_rows(rng, 2, SIZE)
-    slices = oracle.Slices(*(np.zeros((SIZE, of_part * each), np.int32) for _ in range(4)))
+    """Each part exchanges as a group of its own would, its ranks in the order given. `jax.lax`'s own has no batches."""
+    batch, of_part = 2 if batched else 1, len(parts[0])
+    operand, output = draw_rows(rng, 2, SIZE, batch)
+    slices = oracle.Slices(*(np.zeros((SIZE, batch, of_part * each), np.int32) for _ in range(4)))
     wanted = np.empty_like(output)
-    for part in map(list, parts):
+    for i, part in itertools.product(range(batch), map(list, parts)):
         own = draw_slices(rng, each, of_part)
         for whole, mine in zip(slices, own, strict=True):
-            whole[part] = mine
-        wanted[part] = oracle.ragged_all_to_all(operand[part], output[part], own)
+            whole[part, i] = mine
+        wanted[part, i] = oracle.ragged_all_to_all(operand[part, i], output[part, i], own)
     body = exchange(group, implementation, axis_index_groups=parts)
-    np.testing.assert_array_equal(helpers.run(group, body, operand, output, *slices), wanted)
+    if batched:
+        actual = helpers.run(group, jax.vmap(body), operand, output, *slices)
+    else:
+        actual = helpers.run(group, body, *(x[:, 0] for x in (operand, output, *slices)))[:, None]
+    np.testing.assert_array_equal(actual, wanted)
 
 
 IN_ONE_PART = "axis_index_groups must name each of the 4 ranks in one part, got"
@@ -251,6 +253,7 @@ IN_ONE_PART = "axis_index_groups must name each of the 4 ranks in one part, got"
     [
         (3, SIZE, ((0, 1), (2,)), "axis_index_groups must have parts of equal size, got"),
         *((3, SIZE, parts, IN_ONE_PART) for parts in (((0, 1), (1, 2)), ((0, 1),))),
+        (3, SIZE + 1, None, "input_offsets must have a multiple of the group's size 4 entries, got 5"),
         (3, SIZE * 4097, None, "input_offsets must have at most 4096 .*, got 4097"),
         (2**31 - 1, SIZE, None, r"operand must have at most 2146435071 rows, got \(2147483"),
     ],
@@ -298,22 +301,6 @@ def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: R
         each = (x[:, 0 if axis is None else i] for x, axis in zip(operands, axes, strict=True))
         operand, output, *slices = each
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
-
-
-def test_vmap_of_parts(implementation: Implementation, group: Group, rng: Rng) -> None:
-    """`jax.lax`'s own refuses a batch where there are axis_index_groups."""
-    batch = 2
-    operand, output = draw_rows(rng, 2, SIZE, batch)
-    drawn = [[draw_slices(rng, 1, 2) for _ in range(batch)] for _ in range(2)]  # for each part
-    slices = [
-        np.concatenate([np.stack([each[name] for each in part], axis=1) for part in drawn])
-        for name in range(len(oracle.Slices._fields))
-    ]
-    body = jax.vmap(exchange(group, implementation, axis_index_groups=((0, 1), (2, 3))))
-    actual = helpers.run(group, body, operand, output, *slices)
-    for i, (part, ranks) in itertools.product(range(batch), enumerate((slice(0, 2), slice(2, 4)))):
-        wanted = oracle.ragged_all_to_all(operand[ranks, i], output[ranks, i], drawn[part][i])
-        np.testing.assert_array_equal(actual[ranks, i], wanted)
 
 
 def test_a_group_over_another_axis(open_group: OpenGroup) -> None:
