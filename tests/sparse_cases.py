@@ -11,6 +11,7 @@ import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+from helpers import Rng
 
 from jax_ep import Group, SparseRows, sparse_all_reduce
 
@@ -112,63 +113,50 @@ def program(group: Group, num_rows: int, **options: Any) -> Program:
     return helpers.per_rank(reduced(group, num_rows, **options), group.mesh)
 
 
-def draw_values(rng: np.random.Generator, ids: Array, width: int, dtype: Any = np.float32) -> Array:
+def draw_values(rng: Rng, ids: Array, width: int, dtype: Any = np.float32) -> Array:
     return rng.standard_normal((*ids.shape, width)).astype(dtype)
 
 
-def uniform(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+def uniform(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
     return rng.integers(0, num_rows, (size, entries), dtype=np.int32)
 
 
-def zipf(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+def zipf(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
     """A few rows are in nearly every draw."""
     return ((rng.zipf(1.3, (size, entries)) * 7919) % num_rows).astype(np.int32)
 
 
-def identical(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+def identical(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
     return np.stack([rng.choice(num_rows, entries, replace=False).astype(np.int32)] * size)
 
 
-def identical_in_pairs(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
-    """More parts of rows go from one rank to another than its landing has room for."""
-    ids = uniform(rng, size, entries, num_rows)
-    ids[1::2] = ids[: size // 2 * 2 : 2]
-    return ids
-
-
-def identical_in_one_range(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
-    """All rows belong to one rank, where results are sharded."""
-    return identical(rng, size, entries, max(num_rows // size, entries))
-
-
-def disjoint(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+def disjoint(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
     return rng.permutation(num_rows)[: size * entries].reshape(size, entries).astype(np.int32)
 
 
-def empty_on_some(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
-    ids = uniform(rng, size, entries, num_rows)
-    ids[::2] = num_rows
-    return ids
+def empty_on_some(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
+    return np.where(np.arange(size)[:, None] % 2, uniform(rng, size, entries, num_rows), num_rows).astype(np.int32)
 
 
-def all_duplicates(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
+def all_duplicates(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
     return np.full((size, entries), rng.integers(num_rows), np.int32)
 
 
-def out_of_range(rng: np.random.Generator, size: int, entries: int, num_rows: int) -> Array:
-    return rng.choice(
-        np.array([-(2**31), -1, 0, 1, num_rows - 1, num_rows, num_rows + 1, 2**31 - 1], np.int32), (size, entries)
-    )
+def out_of_range(rng: Rng, size: int, entries: int, num_rows: int) -> Array:
+    edges = [-(2**31), -1, 0, 1, num_rows - 1, num_rows, num_rows + 1, 2**31 - 1]
+    return rng.choice(np.array(edges, np.int32), (size, entries))
 
 
-DRAWS = (
-    uniform,
-    zipf,
-    identical,
-    identical_in_pairs,
-    identical_in_one_range,
-    disjoint,
-    empty_on_some,
-    all_duplicates,
-    out_of_range,
-)
+DRAWS: dict[str, Callable[..., Array]] = {
+    "uniform": uniform,
+    "zipf": zipf,
+    "identical": identical,
+    # More parts of rows go from one rank to another than its landing has room for.
+    "identical in pairs": lambda rng, size, *of: uniform(rng, size, *of)[np.arange(size) // 2 * 2],
+    # All rows belong to one rank, where results are sharded.
+    "identical in one range": lambda rng, size, n, rows: identical(rng, size, n, max(rows // size, n)),
+    "disjoint": disjoint,
+    "empty on some": empty_on_some,
+    "all duplicates": all_duplicates,
+    "out of range": out_of_range,
+}
