@@ -1,24 +1,39 @@
-"""SparseRows and coalesce, and what sparse_all_reduce says to bad arguments."""
+"""SparseRows and coalesce, and what sparse_all_reduce says to bad arguments. Arithmetic on gradients: by
+`jax_ep.embedding`; on their leaves it is refused before anything runs."""
 
+import pickle
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import sparse_cases as cases
 from helpers import DTYPES, Rng
 from jax.experimental.sparse import BCOO
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from jax_ep import Group, Implementation, SparseRows, coalesce, embedding, sparse_all_reduce
+from jax_ep import CapacityError, Group, Implementation, SparseRows, coalesce, embedding, sparse_all_reduce
 from jax_ep.ops.sparse.api import choose_method
 
-ROWS, ENTRIES, WIDTH = 12, 6, 3
-IDS, VALUES = jnp.zeros(ENTRIES, jnp.int32), jnp.zeros((ENTRIES, WIDTH))
-RAW = SparseRows.from_entries(IDS, VALUES, num_rows=ROWS)
+V, D = 12, 3
+unchecked: Any = optax  # its types know no SparseRows
+IDS = jnp.asarray([3, 1, 3, -1, V], jnp.int32)
+
+
+def rows_of(values: jax.Array) -> SparseRows:
+    return SparseRows.from_entries(IDS, values, num_rows=V)
+
+
+VALUES = jnp.arange(15.0).reshape(5, D) - 7
+ROWS = rows_of(VALUES)
 
 
 def dense(ids: np.ndarray, values: np.ndarray, num_rows: int) -> np.ndarray:
@@ -46,7 +61,7 @@ def test_coalesce(draw: str, dtype: np.dtype, rng: Rng) -> None:
 def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
     ids = np.array([5, 3, -1, 5, 100, 9], np.int32)
     once = coalesce(
-        SparseRows.from_entries(jnp.asarray(ids), VALUES + 1, num_rows=ROWS), capacity=2, on_overflow="drop"
+        SparseRows.from_entries(jnp.asarray(ids), jnp.ones((6, D)), num_rows=V), capacity=2, on_overflow="drop"
     )
     twice = coalesce(once)
     np.testing.assert_array_equal(once.indices, [3, 5])
@@ -56,35 +71,35 @@ def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
 
 def test_gradient_of_coalesce(rng: Rng) -> None:
     ids = jnp.asarray([5, 3, -1, 5, 100, 9])
-    weights = jnp.asarray(rng.standard_normal((ROWS, WIDTH)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((V, D)), jnp.float32)
 
     def loss(values: jax.Array) -> jax.Array:
-        rows = coalesce(SparseRows.from_entries(ids, values, num_rows=ROWS))
+        rows = coalesce(SparseRows.from_entries(ids, values, num_rows=V))
         return jnp.sum(weights.at[rows.indices].get(mode="fill", fill_value=0) * rows.values)
 
-    wanted = np.where(np.isin(ids, [-1, 100])[:, None], 0, np.asarray(weights)[np.clip(ids, 0, ROWS - 1)])
-    np.testing.assert_allclose(jax.grad(loss)(VALUES), wanted, rtol=1e-6)
+    wanted = np.where(np.isin(ids, [-1, 100])[:, None], 0, np.asarray(weights)[np.clip(ids, 0, V - 1)])
+    np.testing.assert_allclose(jax.grad(loss)(jnp.zeros((6, D))), wanted, rtol=1e-6)
 
 
 def test_dense_and_bcoo(rng: Rng) -> None:
-    ids = cases.out_of_range(rng, 1, 30, ROWS)[0]
-    values = rng.standard_normal((30, WIDTH)).astype(np.float32)
-    rows = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=ROWS)
-    wanted = dense(ids, values, ROWS)
+    ids = cases.out_of_range(rng, 1, 30, V)[0]
+    values = rng.standard_normal((30, D)).astype(np.float32)
+    rows = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=V)
+    wanted = dense(ids, values, V)
     np.testing.assert_allclose(rows.todense(), wanted, atol=1e-5)
     np.testing.assert_allclose(rows.to_bcoo().todense(), wanted, atol=1e-5)
     np.testing.assert_allclose(SparseRows.from_bcoo(rows.to_bcoo()).todense(), wanted, atol=1e-5)
-    fewer = SparseRows(rows.indices, rows.values, jnp.int32(7), ROWS)  # what lies behind `count` is padding
-    np.testing.assert_allclose(fewer.todense(), dense(ids[:7], values[:7], ROWS), atol=1e-5)
+    fewer = SparseRows(rows.indices, rows.values, jnp.int32(7), V)  # what lies behind `count` is padding
+    np.testing.assert_allclose(fewer.todense(), dense(ids[:7], values[:7], V), atol=1e-5)
 
 
 wrongly: Any = SparseRows  # its functions with arguments that no type checker lets pass
 
 
 def test_rows_of_numpy_arrays() -> None:
-    rows = wrongly.from_entries(np.array([1, 1, 4], np.int32), np.ones((3, WIDTH), np.float32), num_rows=ROWS)
+    rows = wrongly.from_entries(np.array([1, 1, 4], np.int32), np.ones((3, D), np.float32), num_rows=V)
     np.testing.assert_array_equal(coalesce(rows).values[:2, 0], [2, 1])
-    assert cast(Any, embedding).lookup(VALUES, np.int32(3)).shape == (WIDTH,)
+    assert cast(Any, embedding).lookup(VALUES, np.int32(3)).shape == (D,)
 
 
 def test_choice_of_method() -> None:
@@ -97,7 +112,7 @@ def test_choice_of_method() -> None:
 
 def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
     if rows is None:
-        rows = SparseRows.from_entries(IDS, VALUES, num_rows=ROWS)
+        rows = ROWS
     arguments: dict[str, Any] = {"capacity": 8} | options
     return sparse_all_reduce(rows, group=group, **arguments)
 
@@ -106,21 +121,21 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
     ("options", "error", "message"),
     [
         ({"rows": (IDS, VALUES)}, TypeError, "rows must be SparseRows, got tuple"),
-        ({"rows": VALUES}, TypeError, "rows must be SparseRows, got float32[6,3]"),
-        ({"rows": SparseRows(IDS[None], VALUES, jnp.int32(1), ROWS)}, ValueError, "indices must have shape [N]"),
-        ({"rows": SparseRows(IDS, VALUES[0], jnp.int32(1), ROWS)}, ValueError, "values must have shape [N, D]"),
-        ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), ROWS)}, ValueError, "values must have as many rows as"),
-        ({"rows": SparseRows(IDS * 1.0, VALUES, jnp.int32(1), ROWS)}, TypeError, "indices must be of dtype int32, int"),
-        ({"rows": SparseRows(IDS, IDS[:, None], jnp.int32(1), ROWS)}, TypeError, "values must be of dtype bfloat16"),
-        ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), ROWS)}, ValueError, "values must have at least one col"),
+        ({"rows": VALUES}, TypeError, "rows must be SparseRows, got float32[5,3]"),
+        ({"rows": SparseRows(IDS[None], VALUES, jnp.int32(1), V)}, ValueError, "indices must have shape [N]"),
+        ({"rows": SparseRows(IDS, VALUES[0], jnp.int32(1), V)}, ValueError, "values must have shape [N, D]"),
+        ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), V)}, ValueError, "values must have as many rows as"),
+        ({"rows": SparseRows(IDS * 1.0, VALUES, jnp.int32(1), V)}, TypeError, "indices must be of dtype int32, int"),
+        ({"rows": SparseRows(IDS, IDS[:, None], jnp.int32(1), V)}, TypeError, "values must be of dtype bfloat16"),
+        ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), V)}, ValueError, "values must have at least one col"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 0)}, ValueError, "num_rows must be at least 1, got 0"),
         ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 2**31)}, ValueError, "num_rows must be below 2**31"),
-        ({"rows": SparseRows(IDS, VALUES, IDS, ROWS)}, ValueError, "count must have shape [] = ()"),
-        ({"rows": SparseRows(IDS, VALUES, jnp.float32(1), ROWS)}, TypeError, "count must be of dtype int32, got flo"),
-        ({"rows": replace(RAW, ignored=IDS)}, ValueError, "ignored must have shape [] = ()"),
-        ({"rows": replace(RAW, dropped=None)}, TypeError, "dropped must be an array, got NoneType"),
-        ({"rows": replace(RAW, dropped=jnp.uint32(1))}, TypeError, "dropped must be of dtype int32, got uint32"),
-        ({"rows": jax.tree.map(lambda _: object(), RAW)}, TypeError, "indices must be an array, got object"),
+        ({"rows": SparseRows(IDS, VALUES, IDS, V)}, ValueError, "count must have shape [] = ()"),
+        ({"rows": SparseRows(IDS, VALUES, jnp.float32(1), V)}, TypeError, "count must be of dtype int32, got flo"),
+        ({"rows": replace(ROWS, ignored=IDS)}, ValueError, "ignored must have shape [] = ()"),
+        ({"rows": replace(ROWS, dropped=None)}, TypeError, "dropped must be an array, got NoneType"),
+        ({"rows": replace(ROWS, dropped=jnp.uint32(1))}, TypeError, "dropped must be of dtype int32, got uint32"),
+        ({"rows": jax.tree.map(lambda _: object(), ROWS)}, TypeError, "indices must be an array, got object"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"capacity": 2.0}, TypeError, "capacity must be a Python int"),
         ({"capacity": 2**31}, ValueError, "capacity and the indices of all ranks must be below 2**31"),
@@ -141,11 +156,11 @@ def test_where_it_may_be_called(implementation: Implementation, group: Group) ->
         reduce(group, implementation=implementation)
 
 
-ONE, add_up = SparseRows(IDS, VALUES, jnp.int32(1), ROWS), cast(Any, coalesce)
+ONE, add_up = SparseRows(IDS, VALUES, jnp.int32(1), V), cast(Any, coalesce)
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: wrongly.from_entries([1], VALUES[:1], num_rows=ROWS), "SparseRows: indices must be an array, got list"),
-    (lambda: wrongly.from_entries(IDS, 1.0, num_rows=ROWS), "SparseRows: values must be an array, got float"),
-    (lambda: wrongly.from_bcoo(VALUES), "SparseRows.from_bcoo: matrix must be BCOO, got float32[6,3]"),
+    (lambda: wrongly.from_entries([1], VALUES[:1], num_rows=V), "SparseRows: indices must be an array, got list"),
+    (lambda: wrongly.from_entries(IDS, 1.0, num_rows=V), "SparseRows: values must be an array, got float"),
+    (lambda: wrongly.from_bcoo(VALUES), "SparseRows.from_bcoo: matrix must be BCOO, got float32[5,3]"),
     (
         lambda: wrongly.from_bcoo(BCOO.fromdense(jnp.eye(3))),
         "SparseRows.from_bcoo: matrix must have n_batch, n_sparse, n_dense = 0, 1",
@@ -153,7 +168,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: add_up((IDS, VALUES)), "coalesce: rows must be SparseRows, got tuple"),
     (lambda: add_up(ONE, capacity=0), "coalesce: capacity must be at least 1, got 0"),
     (lambda: add_up(ONE, capacity=2**31), "coalesce: capacity must be below 2**31, got 2147483648"),
-    (lambda: add_up(SparseRows(IDS, VALUES > 0, jnp.int32(1), ROWS)), "coalesce: values must be of dtype"),
+    (lambda: add_up(SparseRows(IDS, VALUES > 0, jnp.int32(1), V)), "coalesce: values must be of dtype"),
     (
         lambda: replace(ONE, indices=IDS * 1.0).todense(),
         "SparseRows.todense: indices must be of dtype int32, int64, got float32",
@@ -172,4 +187,240 @@ def test_what_is_refused(call: Any, message: str) -> None:
 
 
 def test_coalesce_of_nothing() -> None:
-    assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), ROWS)).indices.shape == (0,)
+    assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), V)).indices.shape == (0,)
+
+
+def on_ranks(function: Callable[[Any], Any], check_vma: bool) -> Callable[[Any], Any]:
+    mesh = helpers.mesh_of(ep=1)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma))
+
+
+ON_LEAVES: dict[str, Callable[[SparseRows], Any]] = {
+    "sum": lambda g: jax.tree.map(jnp.add, g, g),
+    "double": lambda g: jax.tree.map(lambda x: x * 2, g),
+    "half": lambda g: jax.tree.map(lambda x: x / 2, g),
+    "cast": lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g),
+    "global_norm": optax.tree.norm,
+    "clip": lambda g: unchecked.clip_by_global_norm(1.0).update(g, optax.EmptyState()),
+    "accumulate": lambda g: optax.tree.add(g, g),
+    "psum": on_ranks(lambda g: jax.lax.psum(g, "ep"), True),
+    "pmean": on_ranks(lambda g: jax.lax.pmean(g, "ep"), False),
+}
+
+
+@pytest.mark.parametrize("name", ON_LEAVES)
+def test_arithmetic_on_leaves_is_refused(name: str) -> None:
+    for refused in (ON_LEAVES[name], jax.jit(ON_LEAVES[name]).lower):
+        with pytest.raises((TypeError, ValueError, NotImplementedError)):
+            refused(ROWS)
+
+
+def placed(g: SparseRows) -> SparseRows:
+    return jax.device_put(g, NamedSharding(helpers.mesh_of(ep=1), P()))
+
+
+PASSED: dict[str, Callable[[SparseRows], SparseRows]] = {
+    "jit": jax.jit(lambda g: g),
+    "carry": lambda g: jax.lax.scan(lambda c, _: (coalesce(coalesce(c)), None), coalesce(g), length=2)[0],
+    "stack": lambda g: jax.tree.map(lambda x: x[1], jax.lax.scan(lambda c, _: (c, g), 0, length=2)[1]),
+    "while": lambda g: jax.lax.while_loop(lambda c: c.values[0, 0] > 0, lambda c: embedding.scale(c, -1), g),
+    "cond": lambda g: jax.lax.cond(g.count > 0, lambda x: x, lambda x: embedding.scale(x, 2), g),
+    "vmap": lambda g: jax.tree.map(lambda x: x[1], jax.vmap(lambda x: rows_of(g.values + x))(jnp.arange(2) - 1.0)),
+    "shard_map": on_ranks(lambda g: g, True),
+    "varying": on_ranks(lambda g: jax.lax.psum(jax.lax.pcast(g, "ep", to="varying").values, "ep") * 0 + g.values, True),
+    "device_put": placed,
+    "remat": lambda g: jax.checkpoint(lambda x: rows_of(x))(g.values),
+    "vjp": lambda g: rows_of(jax.vjp(lambda x: x.values, g)[1](g.values)[0].values),
+    "grad": lambda g: rows_of(jax.grad(lambda x: jnp.sum(x.values**2) / 2, allow_int=True)(g).values),
+    "custom_vjp": lambda g: rows_of(jax.grad(lambda w: half_of_squares(rows_of(w)))(g.values)),
+    "jvp": lambda g: jax.jvp(rows_of, (g.values,), (g.values,))[0],
+    "pickle": lambda g: pickle.loads(pickle.dumps(g)),
+    "export": lambda g: jax.tree.unflatten(jax.tree.structure(g), exported(jax.tree.leaves(g))),
+}
+
+
+@jax.custom_vjp
+def half_of_squares(rows: SparseRows) -> jax.Array:
+    return jnp.sum(rows.values**2) / 2
+
+
+def cotangent_of(rows: SparseRows, cotangent: jax.Array) -> tuple[SparseRows]:
+    return (SparseRows(None, cotangent * rows.values, None, V, None, None, None),)  # type: ignore[arg-type]
+
+
+half_of_squares.defvjp(lambda rows: (half_of_squares(rows), rows), cotangent_of)
+
+
+def exported(leaves: list[jax.Array]) -> Any:
+    program = jax.export.export(jax.jit(lambda x: x))(leaves)
+    return jax.export.deserialize(program.serialize()).call(leaves)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_what_passes(name: str) -> None:
+    out = PASSED[name](ROWS)
+    if isinstance(out, SparseRows):
+        assert (out.num_rows, out.guard.dtype) == (V, ROWS.guard.dtype)
+        np.testing.assert_array_equal(out.todense(), ROWS.todense())
+    else:
+        np.testing.assert_array_equal(out, ROWS.values)
+
+
+def test_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint = pytest.importorskip("orbax.checkpoint")
+    state = {"table": jnp.ones((V, D)), "accumulated": coalesce(ROWS, capacity=8)}
+    with checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", state)
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+        restored = checkpointer.restore(tmp_path / "step", shapes)
+    np.testing.assert_array_equal(restored["accumulated"].todense(), ROWS.todense())
+    assert restored["accumulated"].guard.dtype == ROWS.guard.dtype
+
+
+def draw(rng: Rng, entries: int, dtype: Any = np.float32) -> SparseRows:
+    ids = rng.integers(-2, V + 2, entries).astype(np.int32)
+    values = rng.standard_normal((entries, D)).astype(dtype)
+    values[-1] = np.nan  # behind the count
+    none = jnp.int32(0)
+    return SparseRows(jnp.asarray(ids), jnp.asarray(values), jnp.int32(entries - 1), V, none, none)
+
+
+def test_sums_are_those_of_dense_gradients(rng: Rng) -> None:
+    a, b = ({"table": draw(rng, n), "bias": jnp.asarray(rng.standard_normal(4))} for n in (9, 14))
+    add = jax.jit(embedding.add, static_argnames="capacity")
+    total = add(a, b)
+    np.testing.assert_allclose(total["table"].todense(), a["table"].todense() + b["table"].todense(), atol=1e-5)
+    np.testing.assert_array_equal(total["bias"], a["bias"] + b["bias"])
+    outside = sum(int(np.sum((x.indices[:-1] < 0) | (x.indices[:-1] >= V))) for x in (a["table"], b["table"]))
+    assert int(total["table"].ignored) == outside
+    again = add(total["table"], a["table"])
+    assert int(again.ignored) == outside + int(a["table"].count_outside())
+    small = embedding.add(a["table"], b["table"], capacity=2, on_overflow="drop")
+    assert int(small.dropped) == int(total["table"].count) - 2
+    with pytest.raises(ValueError, match=r"^add: b must be of a table of 12 x 3 as a is, got 12 x 2$"):
+        embedding.add(ROWS, SparseRows.from_entries(IDS, VALUES[:, :2], num_rows=V))
+    with pytest.raises(TypeError, match=r"^add: b must be SparseRows, got float32\[5,3\]$"):
+        embedding.add(ROWS, VALUES)
+
+
+def test_accumulation_in_a_scan(rng: Rng) -> None:
+    """Four micro-batches; a tree of zeros is an empty sum."""
+    parts = [draw(rng, 10) for _ in range(4)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    zero = jax.tree.map(jnp.zeros_like, jax.jit(coalesce, static_argnames="capacity")(parts[0], capacity=V))
+    total, _ = jax.lax.scan(lambda c, x: (embedding.add(c, x, capacity=V), None), zero, stacked)
+    np.testing.assert_allclose(total.todense(), sum(x.todense() for x in parts), atol=1e-5)
+    assert int(total.ignored) == sum(int(x.count_outside()) for x in parts)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_multiples_and_norms(rng: Rng, dtype: Any) -> None:
+    rows, bias = draw(rng, 30, dtype), jnp.asarray(rng.standard_normal(4))
+    dense = np.zeros((V, D))
+    for i, row in zip(rows.indices[:-1], helpers.wide(rows.values)[:-1], strict=True):
+        if 0 <= i < V:
+            dense[i] += row
+    norm = np.sqrt(np.sum(dense**2) + np.sum(np.asarray(bias) ** 2))
+    tree = (rows, bias)
+    global_norm = jax.jit(embedding.global_norm)
+    np.testing.assert_allclose(global_norm(tree), norm, rtol=1e-6)
+    np.testing.assert_allclose(global_norm(jax.jit(coalesce)(draw(rng, 1))), 0)
+    tripled = embedding.scale(tree, jnp.float32(3))
+    assert tripled[0].values.dtype == dtype
+    np.testing.assert_allclose(global_norm(tripled), 3 * norm, rtol=1e-2 if dtype == jnp.bfloat16 else 1e-6)
+    for limit in (norm / 2, 2 * norm):
+        clipped, clipped_bias = jax.jit(embedding.clip_by_global_norm)(tree, limit)
+        expected, _ = unchecked.clip_by_global_norm(limit).update((jnp.asarray(dense), bias), optax.EmptyState())
+        np.testing.assert_allclose(clipped.todense(), expected[0], atol=0.05 if dtype == jnp.bfloat16 else 1e-5)
+        np.testing.assert_allclose(clipped_bias, expected[1], rtol=1e-5)
+    np.testing.assert_allclose(embedding.scale(bias, 2**31), np.asarray(bias) * 2.0**31, rtol=1e-6)
+    np.testing.assert_array_equal(embedding.clip_by_global_norm(bias, 2**31), bias)
+    with pytest.raises(TypeError, match=r"^scale: factor must be a number, got NoneType$"):
+        embedding.scale(rows, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
+    """Of rows of which every rank has its own, in a tree with an array that all ranks have; and of each rank alone.
+
+    The values are constants: check_vma=True sees that the ids alone vary over the ranks.
+    """
+    size, limit = 2, 0.5
+    ids = rng.integers(0, V, (size, 5)).astype(np.int32)
+    values, bias = rng.standard_normal((5, D)).astype(np.float32), np.array([3, 4], np.float32)
+    sums = np.zeros((size, V, D))
+    for rank in range(size):
+        np.add.at(sums[rank], ids[rank], values)
+    of_ranks = np.sum(sums**2, axis=(1, 2))
+    norm = np.sqrt(of_ranks.sum() + np.sum(bias**2) * (1 if check_vma else size))
+
+    def norms(ids: jax.Array, axis_name: Any) -> Any:
+        tree = (SparseRows.from_entries(ids, jnp.asarray(values), num_rows=V), jnp.asarray(bias))
+        rows, clipped = embedding.clip_by_global_norm(tree, limit, axis_name=axis_name)
+        return embedding.global_norm(tree, axis_name=axis_name)[None], rows.todense(), clipped[None]
+
+    def on_ranks(axis_name: Any) -> Any:
+        specs: Any = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
+        over = jax.shard_map(partial(norms, axis_name=axis_name), mesh=helpers.mesh_of(ep=size), **specs)
+        return jax.jit(over)(ids.ravel())
+
+    found, rows, clipped = on_ranks("ep")
+    np.testing.assert_allclose(found, [norm] * size, rtol=1e-6)
+    np.testing.assert_allclose(rows.reshape(sums.shape), sums * limit / norm, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(clipped, [bias * limit / norm] * size, rtol=1e-5)
+    np.testing.assert_allclose(on_ranks(())[0], np.sqrt(of_ranks + np.sum(bias**2)), rtol=1e-6)
+    if check_vma:
+        message = r"^clip_by_global_norm: axis_name must be given, as tree varies over the mesh axes \('ep',\): "
+        with pytest.raises(ValueError, match=message):
+            on_ranks(None)
+    with pytest.raises(ValueError, match=r"^global_norm: must be called inside jax\.shard_map over axis 'ep'"):
+        embedding.global_norm(bias, axis_name="ep")
+
+
+OVERFLOWING: dict[str, Callable[..., SparseRows]] = {
+    "add": lambda rows, **options: embedding.add(rows, rows_of(VALUES), **options),
+    "coalesce": coalesce,
+}
+
+
+@pytest.mark.parametrize("op", OVERFLOWING)
+def test_an_overflow(op: str) -> None:
+    """The program fails; where groups are open, whose other ranks may go on, `check` raises the typed error."""
+
+    def run(values: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+        rows = OVERFLOWING[op](rows_of(values), capacity=1, **options)
+        return rows.values, rows.dropped[None]
+
+    message = f"{op}: the result needs 2 rows but capacity is 1; raise the capacity or pass on_overflow='drop'"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(jax.jit(run)(VALUES))
+    kept, dropped = jax.jit(lambda values: run(values, on_overflow="drop"))(VALUES)
+    assert (np.isfinite(kept).all(), int(dropped[0])) == (True, 1)
+    mesh = helpers.mesh_of(ep=2)
+    with Group(mesh, "ep") as group:
+        spoiled, _ = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("ep")))(VALUES)
+        assert np.isnan(spoiled).all()
+        jax.effects_barrier()
+        with pytest.raises(CapacityError, match=f"^{message}"):
+            group.check()
+        group.check()
+
+
+@pytest.mark.usefixtures("strict")
+def test_strict_promotion_of_wide_operands() -> None:
+    with jax.enable_x64(True):
+        rows = SparseRows.from_entries(IDS.astype(np.int64), VALUES.astype(jnp.bfloat16), num_rows=V)
+        total = embedding.add(embedding.scale(rows, np.float64(2)), ROWS, capacity=V)
+        total = embedding.clip_by_global_norm(total, np.float64(1e9))
+        assert (total.indices.dtype, total.values.dtype) == (np.int64, jnp.bfloat16)
+        table = jnp.zeros((V, D), jnp.bfloat16)
+        for optimizer in (embedding.rowwise_adagrad(np.float64(0.1)), embedding.by_rows(optax.sgd(0.1))):
+            updates, _ = optimizer.update(total, optimizer.init(table), table)
+            table = embedding.apply_updates(table, updates)
+        stacked = embedding.stacked_ids(IDS, np.int64(V))
+        bags = embedding.bag(embedding.lookup(table, IDS), IDS, combiner="mean", bag_of=IDS, num_bags=V)
+        dense = total.todense()
+    np.testing.assert_array_equal(stacked, [3, 1, 3, -1, -1])
+    np.testing.assert_allclose(dense, 3 * ROWS.todense(), rtol=0.01)
+    np.testing.assert_allclose(bags[3], helpers.wide(table)[3], rtol=0.01)

@@ -84,7 +84,6 @@ def test_a_short_timeout_is_no_reason_for_haste(processes: Processes) -> None:
 
 @pytest.mark.parametrize("what", ["_hangs.look", "_progress._read"])
 def test_a_watch_that_fails_is_told(what: str, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats would go on, and nobody would learn of a loss."""
     first, *others = processes.open_all("group")
     lost: list[JaxEpError] = []
     monkeypatch.setattr(first, "_on_lost", lost.append)
@@ -100,7 +99,6 @@ def test_a_watch_that_fails_is_told(what: str, processes: Processes, monkeypatch
 
 
 def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
-    """Process 2 has one group open with the others, and has not come to the second."""
     first = processes.open_all("first")
     assert_missing("2", *[processes.open(me, "second", SHORT) for me in (0, 1)])
     late = [processes.open(me, "second") for me in (0, 1)]
@@ -216,7 +214,6 @@ def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None
 
 
 def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: Processes) -> None:
-    """A process that leaves one group lives on in another one."""
     kept, left = processes.open_all("kept"), processes.open_all("left")
     left[2].close(in_order=False)
     wait_until(lambda: left[0].error(in_vain=True) is not None)

@@ -118,7 +118,6 @@ def test_a_failure_is_logged_and_dumped(
 def test_a_full_disk(
     open_group: OpenGroup, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leaves no part of a dump."""
     monkeypatch.setenv("JAX_EP_DUMP", str(tmp_path))
     group = open_group(SIZE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -179,11 +178,6 @@ def test_report(group: Group, rng: Rng) -> None:
         assert rank.ops[-2].call.startswith("dispatch float32 T=4 K=2 H=16 E=8 ")
         assert rank.ops[-2].call.endswith("(helpers.py, both)")
         assert len(rank.waited_ns) == SIZE
-
-
-def test_report_of_a_group_without_kernels(open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
-    assert open_group(SIZE).report() == []
 
 
 STOPPED = """
