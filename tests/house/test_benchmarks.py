@@ -87,16 +87,6 @@ def test_decoding_is_part_of_the_sweep(group: Group, monkeypatch: pytest.MonkeyP
     assert [*row] == ["tokens a rank", "layer", "dispatch, combine, us", "layer, us", "layer, shared tokens, us"]
 
 
-def test_layer_columns() -> None:
-    half = benchmark("layer").half
-    assert half("step", "of 3 x products", 24.0, 6.0) == {
-        "step, us": "24.0",
-        "exposed of step, us": "18.0",
-        "of 3 x products": "4.000",
-    }
-    assert set(half("step", "of 3 x products", None, 6.0).values()) == {"-"}
-
-
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("formulation", ["ours", "padded"])
 def test_layer_trains_alike(group: Group, rng: Rng, formulation: str, biased: bool) -> None:

@@ -263,7 +263,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
         (lambda: wrongly.apply_updates(TABLE[1:], ROWS), ValueError, f"table {OF_GRADIENT}, got (49, 6)"),
     ],
     "stacked_ids": [
-        (lambda: wrongly.stacked_ids([IDS] * 3, [2**30] * 3), ValueError, "the sum of num_rows must be below 2**31"),
+        (lambda: wrongly.stacked_ids([IDS] * 3, [2**30] * 3), ValueError, "the sum of num_rows must be below 2**31")
     ],
     "bag": [
         (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS, num_bags=2.0), TypeError, "num_bags must be a Python int"),

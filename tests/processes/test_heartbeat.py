@@ -98,20 +98,14 @@ def test_a_watch_that_fails_is_told(what: str, processes: Processes, monkeypatch
         each.close(in_order=each is not first)
 
 
-def test_another_group_of_a_process_does_not_count(processes: Processes) -> None:
-    first = processes.open_all("first")
-    assert_missing("2", *[processes.open(me, "second", SHORT) for me in (0, 1)])
-    late = [processes.open(me, "second") for me in (0, 1)]
+@pytest.mark.parametrize("name", ["a group", "another group"])
+def test_another_open_group_of_a_process_does_not_count(name: str, processes: Processes) -> None:
+    groups = processes.open_all("a group")
+    assert_missing("2", *[processes.open(me, name, SHORT) for me in (0, 1)])
+    late = [processes.open(me, name) for me in (0, 1)]
     time.sleep(SHORT)
     assert not any(opening.done() for opening in late)
-    second = [processes.open(2, "second").result(TIMEOUT), *[opening.result(TIMEOUT) for opening in late]]
-    close_all(first + second)
-
-
-def test_an_open_group_over_the_same_devices_does_not_count(processes: Processes) -> None:
-    groups = processes.open_all("a group")
-    assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
-    groups += processes.open_all("a group")
+    groups += [opening.result(TIMEOUT) for opening in (processes.open(2, name), *late)]
     close_all(groups)
 
 
