@@ -37,38 +37,21 @@ def expected(
     ids: Array, values: Array, *, num_rows: int, capacity: int, op: str = "sum", sharded: bool = False
 ) -> Expected:
     size, _, width = values.shape
-    block = (num_rows + size - 1) // size
-    rows: dict[int, list[Array]] = {}
-    ignored = 0
-    for rank in range(size):
-        for index, value in zip(ids[rank].tolist(), values[rank], strict=True):
-            if 0 <= index < num_rows:
-                rows.setdefault(index, []).append(value.astype(np.float64))
-            else:
-                ignored += 1
-    out = Expected(
-        indices=np.full((size, capacity), num_rows, ids.dtype),
-        exact=np.zeros((size, capacity, width)),
-        magnitude=np.zeros((size, capacity, width)),
-        entries=np.zeros((size, capacity), int),
-        used=np.zeros(size, int),
-        ignored=ignored,
-        dropped=np.zeros(size, int),
-        needed=np.zeros(size, int),
-    )
-    for rank in range(size):
-        mine = sorted(index for index in rows if not sharded or index // block == rank)
-        out.needed[rank] = len(mine)
-        out.used[rank] = min(len(mine), capacity)
-        out.dropped[rank] = len(mine) - out.used[rank]
+    block, valid = -(-num_rows // size), (ids >= 0) & (ids < num_rows)
+    rows = {index: values[ids == index].astype(np.float64) for index in np.unique(ids[valid]).tolist()}
+    of_ranks = [[index for index in rows if not sharded or index // block == rank] for rank in range(size)]
+    needed = np.array([len(mine) for mine in of_ranks])
+    used = np.minimum(needed, capacity)
+    indices, entries = np.full((size, capacity), num_rows, ids.dtype), np.zeros((size, capacity), int)
+    exact, magnitude = np.zeros((2, size, capacity, width))
+    for rank, mine in enumerate(of_ranks):
         for place, index in enumerate(mine[:capacity]):
             terms = rows[index]
             divisor = {"sum": 1, "mean": size, "mean_by_count": len(terms)}[op]
-            out.indices[rank, place] = index
-            out.exact[rank, place] = np.sum(terms, axis=0) / divisor
-            out.magnitude[rank, place] = np.sum(np.abs(terms), axis=0) / divisor
-            out.entries[rank, place] = len(terms)
-    return out
+            indices[rank, place], entries[rank, place] = index, len(terms)
+            exact[rank, place] = terms.sum(axis=0) / divisor
+            magnitude[rank, place] = np.abs(terms).sum(axis=0) / divisor
+    return Expected(indices, exact, magnitude, entries, used, int((~valid).sum()), needed - used, needed)
 
 
 def assert_reduced(actual: SparseRows, wanted: Expected, dtype: Any) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import DenseTraining
 from helpers import Rng
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -142,12 +141,12 @@ def test_gradients_of_two_lines(placement: embedding.Placement, rng: Rng) -> Non
 
 
 @pytest.mark.matrix(1)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_training(
-    check_vma: bool, placement: embedding.Placement, implementation: Implementation, group: Group, rng: Rng
-) -> None:
+@pytest.mark.parametrize(
+    "how", [("mod", True, True), ("ranges", True, False), ("ranges", False, True), ("mod", False, False)]
+)
+def test_training(how: Any, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Steps on the ranks' parts are steps of dense optax on the whole table, as every row is named."""
+    placement, at_once, check_vma = how
     optimizer, dense = embedding.by_rows(optax.adamw(0.1)), optax.adamw(0.1)
     table, ids, weights = draw(rng)
     ids["words"][N:] = np.arange(3 * N) % HEIGHTS["words"]
@@ -159,9 +158,13 @@ def test_training(
     def step(table: jax.Array, state: Any, ids: Any, weights: Any) -> Any:
         value, (rows, by_weights) = gradient_of(table, embedding.stacked_ids(ids, HEIGHTS), weights)
         norm = embedding.global_norm(rows, axis_name="ep")
-        updates, state = optimizer.update(rows, state, table)
+        if at_once:
+            table, state = optimizer.step(table, state, rows)
+        else:
+            updates, state = optimizer.update(rows, state, table)
+            table = embedding.apply_updates(table, updates)
         value, entries, total = jax.lax.psum((value, rows.count, rows.todense()), "ep")
-        return embedding.apply_updates(table, updates), state, value, by_weights, norm, entries, total
+        return table, state, value, by_weights, norm, entries, total
 
     state, spread, moved = optimizer.init(table), P(None, "ep"), dense.init(table)
     specs = (IDS_SPEC, jax.tree.map(lambda x: P("ep") if x.ndim else P(), state), IDS_SPEC, spread)
@@ -209,27 +212,6 @@ def test_an_owner_without_room(implementation: Implementation, open_group: OpenG
         says = re.escape(str(capacity_error(op, 0, 8, 6)))
         with helpers.expect_failure(group, CapacityError, rf"\b{says}", implementation):
             assert np.isnan(helpers.fetch(raising(table, ids))).any()
-
-
-def test_training_goes_on_with_other_ranks(open_group: OpenGroup, rng: Rng) -> None:
-    """A table that 4 ranks train by "mod" goes on by "ranges" on 2 ranks, from what a checkpoint has: numpy arrays."""
-    optimizer, dense = embedding.rowwise_adagrad(0.1), DenseTraining("rowwise_adagrad", rng.standard_normal((V, D)))
-    whole: Any = (np.asarray(dense.table), np.asarray(optimizer.init(dense.table)))
-    runs: tuple[tuple[int, embedding.Placement], ...] = ((4, "mod"), (2, "ranges"))
-    for ranks, placement in runs:
-        group = open_group(ranks)
-        ids = rng.integers(0, V, (SIZE * N,)).astype(np.int32)
-        gradient_of = embedding.sparse_value_and_grad(lambda x: jnp.sum(jnp.sin(x)), group=group, placement=placement)
-
-        def step(table: jax.Array, state: jax.Array, ids: jax.Array, gradient_of: Any = gradient_of) -> Any:
-            return optimizer.step(table, state, gradient_of(table, ids)[1])
-
-        parts = embedding.shard_table(whole, ranks, placement=placement)
-        parts = helpers.fetch(on_ranks(group, step, IDS_SPEC, IDS_SPEC)(*parts, ids))
-        whole = embedding.unshard_table(parts, ranks, num_rows=V, placement=placement)
-        dense.update(np.cos(dense.table) * np.bincount(ids, minlength=V)[:, None], np.isin(np.arange(V), ids))
-    for actual, expected in zip(whole, dense.leaves, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [True, False])
