@@ -1,22 +1,33 @@
-"""When a process counts as lost, by the heartbeats that another one reads; test_nodes_processes.py kills some."""
+"""When a process counts as lost, by the heartbeats that another one reads; test_nodes_processes.py kills some. And
+processes that open groups across nodes, here played by threads: who is there, and for which group."""
 
 import dataclasses
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from helpers import KeyValueStore, wait_until
 
-from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, GroupPart, Heartbeat, Readings
-from jax_ep.runtime.liveness import FailureDetector
-from jax_ep.runtime.progress import HangDetector, Marks
+from jax_ep import JaxEpError, PeerTimeoutError
+from jax_ep.runtime import heartbeat, liveness
+from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, GroupPart, Heartbeat, HeartbeatThread, Readings
+from jax_ep.runtime.liveness import FailureDetector, Liveness
+from jax_ep.runtime.progress import HangDetector, Marks, Progress
+from jax_ep.runtime.timeouts import Deadline
 
-TIMEOUT = 10.0
+LIMIT = 10.0
 PAUSE = 1.25  # the longest between two reads
 PARTS = {1: "a part", 2: "another"}
 OTHERS = {1: "process 1 (node 1, rank 2, 3)", 2: "process 2 (node 2, rank 4, 5)"}
 
 
 @dataclasses.dataclass
-class Store:
-    """What the processes have written, and who goes on writing."""
+class Others:
+    """What the other processes have written, and who goes on writing."""
 
     detector: FailureDetector
     reads: int
@@ -42,11 +53,11 @@ class Store:
 
 
 @pytest.fixture
-def store() -> Store:
+def others() -> Others:
     readings = {
         process: Heartbeat(f"life{process}", 1, {PARTS[process]: GroupPart("group", OPEN, "")}) for process in OTHERS
     }
-    return Store(FailureDetector(OTHERS, TIMEOUT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
+    return Others(FailureDetector(OTHERS, LIMIT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
 
 EVERYBODY, NOBODY = (1, 2), ()
@@ -54,67 +65,67 @@ LOST = f"{OTHERS[2]} sent no heartbeat for 10."
 AWAY = "the coordinator of jax.distributed, in process 0, did not answer for 10."
 # For so many seconds some are silent, or the store is; and what is lost then.
 SCENES: dict[str, list[tuple[float, tuple[int, ...], bool, str | None]]] = {
-    "who writes lives": [(5 * TIMEOUT, NOBODY, True, None)],
-    "who falls silent is lost after the timeout": [(TIMEOUT - 0.2, (2,), True, None), (0.5, (2,), True, LOST)],
-    "a sign in time begins anew": [(TIMEOUT - 0.2, (1,), True, None), (0.1, NOBODY, True, None)] * 4,
+    "who writes lives": [(5 * LIMIT, NOBODY, True, None)],
+    "who falls silent is lost after the timeout": [(LIMIT - 0.2, (2,), True, None), (0.5, (2,), True, LOST)],
+    "a sign in time begins anew": [(LIMIT - 0.2, (1,), True, None), (0.1, NOBODY, True, None)] * 4,
     "a store that was away excuses everybody, who could not write": [
-        (TIMEOUT - 1, NOBODY, False, None),
+        (LIMIT - 1, NOBODY, False, None),
         (1.0, EVERYBODY, True, None),  # the first read may be older than what they write now
-        (TIMEOUT, NOBODY, True, None),
+        (LIMIT, NOBODY, True, None),
     ],
-    "a store that stays away is the loss of process 0": [(TIMEOUT + 1, NOBODY, False, AWAY)],
+    "a store that stays away is the loss of process 0": [(LIMIT + 1, NOBODY, False, AWAY)],
 }
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_who_is_lost(scene: str, store: Store) -> None:
+def test_who_is_lost(scene: str, others: Others) -> None:
     for seconds, silent, answers, wanted in SCENES[scene]:
-        lost = store.wait(seconds, silent=silent, answers=answers)
+        lost = others.wait(seconds, silent=silent, answers=answers)
         assert lost is None if wanted is None else str(lost).startswith(wanted)
 
 
-def test_the_longest_silence_is_told(store: Store) -> None:
-    assert store.detector.longest() is None
-    store.wait(TIMEOUT - 0.2, silent=(2,))
-    assert str(store.detector.longest()).startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
+def test_the_longest_silence_is_told(others: Others) -> None:
+    assert others.detector.longest() is None
+    others.wait(LIMIT - 0.2, silent=(2,))
+    assert str(others.detector.longest()).startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
 
 
-def test_a_closed_group_may_fall_silent(store: Store) -> None:
-    store.end(1, CLOSED)
-    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
-    store.readings[1] = store.readings[1]._replace(parts={})  # it has closed others since
-    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
-    store.readings[1] = Heartbeat("another", 1, {})  # it was started again
-    assert store.wait(3 * TIMEOUT, silent=(1,)) is None
+def test_a_closed_group_may_fall_silent(others: Others) -> None:
+    others.end(1, CLOSED)
+    assert others.wait(3 * LIMIT, silent=(1,)) is None
+    others.readings[1] = others.readings[1]._replace(parts={})  # it has closed others since
+    assert others.wait(3 * LIMIT, silent=(1,)) is None
+    others.readings[1] = Heartbeat("another", 1, {})  # it was started again
+    assert others.wait(3 * LIMIT, silent=(1,)) is None
 
 
-def test_who_left_by_an_error_is_missed(store: Store) -> None:
+def test_who_left_by_an_error_is_missed(others: Others) -> None:
     """Not before others are that may have been the reason; also if other groups of the process go on."""
-    store.end(2, LEFT)
-    assert store.wait(1) is None
-    store.readings[2] = store.readings[2]._replace(parts={})  # it has ended others since
-    assert store.wait(TIMEOUT - 1.2) is None
-    lost = store.wait(0.5)
+    others.end(2, LEFT)
+    assert others.wait(1) is None
+    others.readings[2] = others.readings[2]._replace(parts={})  # it has ended others since
+    assert others.wait(LIMIT - 1.2) is None
+    lost = others.wait(0.5)
     assert lost is not None
     assert lost.startswith(f"{OTHERS[2]} left the group by an error 10.")
 
 
-def test_a_process_that_was_started_again_is_another_one(store: Store) -> None:
-    store.readings[1] = Heartbeat("another", 1, {})
-    assert store.wait(0.1) == f"{OTHERS[1]} was started again"
+def test_a_process_that_was_started_again_is_another_one(others: Others) -> None:
+    others.readings[1] = Heartbeat("another", 1, {})
+    assert others.wait(0.1) == f"{OTHERS[1]} was started again"
 
 
-def test_a_process_that_was_stopped_blames_nobody(store: Store) -> None:
+def test_a_process_that_was_stopped_blames_nobody(others: Others) -> None:
     """It finds old heartbeats when it is continued; and time without a clock tick of its own counts for nothing."""
-    assert store.wait(TIMEOUT - 1, silent=(1, 2)) is None
-    assert store.look(1000.0) is None
-    assert store.wait(0.5) is None
+    assert others.wait(LIMIT - 1, silent=(1, 2)) is None
+    assert others.look(1000.0) is None
+    assert others.wait(0.5) is None
 
 
-def hang(marks: Marks, *parts: GroupPart, seconds: float = TIMEOUT + 1, silent: int | None = None) -> str:
+def hang(marks: Marks, *parts: GroupPart, seconds: float = LIMIT + 1, silent: int | None = None) -> str:
     """What a process says that has these marks for so long, of processes with these parts."""
     beats = {p: Heartbeat("life", 1, {PARTS[p]: part}) for p, part in zip(OTHERS, parts, strict=True)}
-    detector = HangDetector(OTHERS, TIMEOUT, PARTS, lambda process: process != silent)
+    detector = HangDetector(OTHERS, LIMIT, PARTS, lambda process: process != silent)
     detector.look(marks, Readings(1, beats), 0.1)
     return str(detector.look(marks, Readings(2, beats), seconds) or "")
 
@@ -126,7 +137,7 @@ def at(begun: int, ended: int, state: str = OPEN, last: str = "dispatch") -> Gro
 def test_who_does_not_come_to_an_op_is_named() -> None:
     """The one furthest behind, or in another op; nobody who is in the same op, and nobody by an idle process."""
     waits, same = Marks(3, 2, "combine"), at(3, 2, last="combine")
-    here = f"this process has waited for {TIMEOUT + 1} s in its op 3, combine"
+    here = f"this process has waited for {LIMIT + 1} s in its op 3, combine"
     alike = "all ranks must run the same ops"
     assert hang(waits, at(2, 2), at(1, 0)) == f"{OTHERS[2]} is in its op 1, dispatch; {here}"
     assert hang(waits, at(2, 2), same) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
@@ -136,5 +147,253 @@ def test_who_does_not_come_to_an_op_is_named() -> None:
     assert hang(waits, same, at(3, 3, CLOSED)) == ""
     assert hang(waits, same, at(4, 3)) == ""  # it was in the same op
     assert hang(waits, at(2, 2), same, silent=1) == ""  # it may be lost
-    assert hang(waits, at(2, 2), at(1, 0), seconds=TIMEOUT - 1) == ""
+    assert hang(waits, at(2, 2), at(1, 0), seconds=LIMIT - 1) == ""
     assert hang(Marks(3, 3, "combine"), at(2, 2), at(1, 0)) == ""
+
+
+TIMEOUT = 20.0  # of what must come about
+SHORT = 0.75  # of what must not
+Opening = Future[Liveness]
+
+
+class Store(KeyValueStore):
+    def heartbeat(self, process: int) -> Heartbeat:
+        return Heartbeat.parse(self.left[f"{heartbeat._FOLDER}/{process}"])
+
+
+class Processes:
+    """`count` processes, each of which has a heartbeat thread and can open groups with all others."""
+
+    def __init__(self, pool: ThreadPoolExecutor, count: int):
+        self.store, self._pool, self._everyone = Store(), pool, range(count)
+        self.threads = {me: self.start(me) for me in self._everyone}
+
+    def start(self, me: int) -> HeartbeatThread:
+        """A process that is started again under its old number has another one."""
+        return HeartbeatThread(lambda: self.store, me)
+
+    def open(self, me: int, group: str, timeout: float = TIMEOUT, seconds: float = TIMEOUT) -> Opening:
+        others = {process: f"process {process}" for process in self._everyone if process != me}
+        heartbeat_thread = self.threads[me]
+        return self._pool.submit(
+            Liveness, group, group, others, seconds, Deadline(timeout), heartbeat_thread, Progress()
+        )
+
+    def open_all(self, group: str, seconds: float = TIMEOUT) -> list[Liveness]:
+        openings = [self.open(me, group, seconds=seconds) for me in self._everyone]
+        return [opening.result(TIMEOUT) for opening in openings]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with ThreadPoolExecutor(8) as pool:
+        three = Processes(pool, 3)
+        yield three
+        for heartbeat_thread in three.threads.values():
+            heartbeat_thread.stop()
+
+
+def close_all(groups: Iterable[Liveness]) -> None:
+    for group in groups:
+        assert group.error() is None
+        group.close()
+
+
+def assert_missing(missing: str, *openings: Opening) -> None:
+    for opening in openings:
+        with pytest.raises(
+            PeerTimeoutError, match=f"^Group: process {missing} did not create its part .* within {SHORT} s"
+        ):
+            opening.result(TIMEOUT)
+
+
+def test_a_short_timeout_is_no_reason_for_haste(processes: Processes) -> None:
+    first, *_ = processes.open_all("group", seconds=0.1)
+    processes.threads[1].stop()
+    start = time.monotonic()
+    wait_until(lambda: first.error() is not None, TIMEOUT)
+    assert time.monotonic() - start > 1.5  # 2 s after its last heartbeat
+    assert "process 1 sent no heartbeat for 2." in str(first.error())
+
+
+@pytest.mark.parametrize("what", ["_hangs.look", "_progress._read"])
+def test_a_watch_that_fails_is_told(what: str, processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = processes.open_all("group")
+    lost: list[JaxEpError] = []
+    monkeypatch.setattr(first, "_on_lost", lost.append)
+    where, name = what.split(".")
+    monkeypatch.setattr(getattr(first, where), name, lambda *_: [][0])
+    wait_until(lambda: first.error() is not None, TIMEOUT)
+    assert "this process watches the others no more, because of IndexError" in str(first.error())
+    assert [f"group: {each}" for each in lost] == [str(first.error())]
+    wait_until(lambda: others[0].error(in_vain=True) is not None)
+    assert "process 0 left the group by an error" in str(others[0].error(in_vain=True))
+    for each in (first, *others):
+        each.close(in_order=each is not first)
+
+
+@pytest.mark.parametrize("name", ["a group", "another group"])
+def test_another_open_group_of_a_process_does_not_count(name: str, processes: Processes) -> None:
+    groups = processes.open_all("a group")
+    assert_missing("2", *[processes.open(me, name, SHORT) for me in (0, 1)])
+    late = [processes.open(me, name) for me in (0, 1)]
+    time.sleep(SHORT)
+    assert not any(opening.done() for opening in late)
+    groups += [opening.result(TIMEOUT) for opening in (processes.open(2, name), *late)]
+    close_all(groups)
+
+
+@pytest.mark.parametrize("how", ["while it was open", "while it was opened"])
+def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes) -> None:
+    if how == "while it was open":
+        groups = processes.open_all("a group")
+        processes.threads[2].stop()
+        for group in groups[:2]:
+            group.close()
+    else:
+        dies = processes.open(2, "a group", 5 * SHORT)
+        wait_until(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
+        processes.threads[2].stop()
+        with pytest.raises(PeerTimeoutError):
+            dies.result(TIMEOUT)
+    left = processes.store.heartbeat(2)
+    assert_missing("2", *[processes.open(me, "a group", SHORT) for me in (0, 1)])
+    assert processes.store.heartbeat(2) == left
+    openings = [processes.open(me, "a group") for me in (0, 1)]
+    processes.threads[2] = processes.start(2)
+    openings.append(processes.open(2, "a group"))
+    close_all(opening.result(TIMEOUT) for opening in openings)
+
+
+def test_late_again_and_again(processes: Processes) -> None:
+    """Attempts that failed do not count, in whatever order processes come late."""
+    for late in (0, 2):
+        for _ in range(2):
+            assert_missing(str(late), *[processes.open(me, "a group", SHORT) for me in {0, 1, 2} - {late}])
+        others = sorted({0, 1, 2} - {late})
+        assert_missing(f"{others[0]}, {others[1]}", processes.open(late, "a group", SHORT))
+    close_all(processes.open_all("a group"))
+
+
+def without_seen(text: bytes) -> bytes:
+    heartbeat = Heartbeat.parse(text)
+    parts = {key: part._replace(seen="") for key, part in heartbeat.parts.items()}
+    return str(heartbeat._replace(parts=parts)).encode()
+
+
+class HeldUp(Store):
+    """The store of the others, for a process that is held up, in all its threads, once it would read that all agree."""
+
+    def __init__(self, store: Store) -> None:
+        self.left = store.left
+        self.all_agree, self.may_look = threading.Event(), threading.Event()
+
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        found = super().key_value_dir_get_bytes(key)
+        seen = {part.seen for _, text in found for part in Heartbeat.parse(text).parts.values()}
+        if len(found) == 3 and len(seen) == 1 and seen != {""}:
+            self.all_agree.set()
+        elif not any(part.seen for part in self.heartbeat(0).parts.values()):
+            # If it read what the others see before it has published the same, it would open the group at once.
+            return [(name, without_seen(text)) for name, text in found]
+        if not self.all_agree.is_set():
+            return found
+        assert self.may_look.wait(TIMEOUT)
+        return super().key_value_dir_get_bytes(key)
+
+
+@pytest.fixture
+def held_up(processes: Processes) -> Iterator[HeldUp]:
+    """What process 0 reads."""
+    store = HeldUp(processes.store)
+    processes.threads[0] = HeartbeatThread(lambda: store, 0)
+    yield store
+    store.may_look.set()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_who_closes_at_once_was_there(again: bool, processes: Processes, held_up: HeldUp) -> None:
+    """Also for a process that looks only afterwards: it meets them for the group that they have closed, and not for the
+    next one that they open."""
+    opening, *others = [processes.open(me, "a group") for me in range(3)]
+    assert held_up.all_agree.wait(TIMEOUT)
+    close_all(each.result(TIMEOUT) for each in others)
+    next_ones = [processes.open(me, "a group") for me in (1, 2) if again]
+    wait_until(lambda: not again or all(len(processes.store.heartbeat(me).parts) == 2 for me in (1, 2)))
+    assert not opening.done()
+    held_up.may_look.set()
+    close_all([opening.result(TIMEOUT)])
+    assert not any(each.done() for each in next_ones)
+    if again:
+        close_all(each.result(TIMEOUT) for each in [processes.open(0, "a group"), *next_ones])
+
+
+def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
+    groups = processes.open_all("a group")
+    for _ in range(12):
+        close_all(processes.open_all("another group"))
+
+    def states() -> list[str]:
+        return [part.state for part in processes.store.heartbeat(0).parts.values()]
+
+    wait_until(lambda: states().count(heartbeat.OPEN) == 1)
+    assert 1 < len(states()) < 12
+    close_all(groups)
+
+
+def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: Processes) -> None:
+    kept, left = processes.open_all("kept"), processes.open_all("left")
+    left[2].close(in_order=False)
+    wait_until(lambda: left[0].error(in_vain=True) is not None)
+    assert "process 2 left the group by an error" in str(left[0].error(in_vain=True))
+    assert all(group.error(in_vain=True) is None for group in kept)
+    for group in kept + left[:2]:
+        group.close()
+
+
+ODD = ["", "[]", "{", "1", "null", '"abc"', '["a", 1, {"b": 2}]', '["a", 1, {"b": []}]', "\udcff"]
+ODD += ["[" * 100_000, "9" * 5000]
+
+
+def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd keys and values end nothing, nor do fields of a newer version; a silent process is still named."""
+    monkeypatch.setattr(liveness, "_LEAST_SECONDS", 0.5)
+    for number, text in enumerate(ODD):
+        processes.store.left[f"{heartbeat._FOLDER}/{100 + number}"] = text
+    valid = str(Heartbeat("another", 1, {}))
+    for key in ("", "one", "01", "+1", "1/2", "\u0661"):
+        processes.store.left[f"{heartbeat._FOLDER}/{key}"] = valid
+    monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
+    groups = processes.open_all("a group", seconds=1.0)
+    time.sleep(2 * SHORT)
+    assert all(group.error() is None for group in groups)
+    processes.threads[2].stop()
+    wait_until(lambda: groups[0].error() is not None)
+    assert "process 2 sent no heartbeat" in str(groups[0].error())
+    for group in groups:
+        group.close()
+
+
+def newer(written: Heartbeat) -> dict[str, list[Any]]:
+    return {key: [*part, "more"] for key, part in written.parts.items()}
+
+
+@pytest.mark.parametrize("log_waits", [False, True])
+def test_a_heartbeat_thread_that_fails_is_reported(
+    log_waits: bool, processes: Processes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its log entry waits, for a full pipe or a lock."""
+    groups, goes_on = processes.open_all("a group"), threading.Event()
+    if log_waits:
+        monkeypatch.setattr(heartbeat._LOGGER, "exception", lambda *_: goes_on.wait(2 * TIMEOUT))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no such store")
+
+    monkeypatch.setattr(Store, "key_value_set", fail)
+    wait_until(lambda: all(group.error() is not None for group in groups))
+    assert "this process sends no heartbeats any more, because of OSError('no such store')" in str(groups[0].error())
+    assert log_waits or "the heartbeat thread has ended" in caplog.text
+    goes_on.set()
+    for group in groups:
+        group.close()
