@@ -16,34 +16,28 @@ from jax_ep import Group, Implementation, nn
 SIZE, EXPERTS = 4, 16
 
 
-@pytest.mark.parametrize(("num_ranks", "num_slots"), [(4, 16), (4, 24), (8, 32), (2, 18)])
-def test_replicas(num_ranks: int, num_slots: int, rng: Rng) -> None:
-    load = rng.zipf(1.5, EXPERTS).clip(max=1000).astype(np.float64)
-    plan = nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots)
+@pytest.mark.parametrize(
+    ("ranks", "slots", "nodes", "groups"),
+    [(4, 16, 1, None), (4, 24, 1, None), (8, 32, 1, None), (2, 18, 1, None), (8, 32, 4, None), (8, 32, 4, 8)],
+)
+def test_replicas(ranks: int, slots: int, nodes: int, groups: int | None, rng: Rng) -> None:
+    """An expert's replicas, and the experts of a group, are on one node; nodes are as even as their packing can be."""
+    load = rng.uniform(1, 9, EXPERTS) if nodes > 1 else rng.zipf(1.5, EXPERTS).clip(max=1000).astype(np.float64)
+    options: Any = {"num_ranks": ranks, "num_slots": slots, "num_nodes": nodes, "groups": groups}
+    plan = nn.plan_replicas(load, **options)
     np.testing.assert_array_equal(plan.counts, np.bincount(plan.experts, minlength=EXPERTS))
     assert plan.counts.min() == 1
     for expert in range(EXPERTS):
         assert set(plan.slots[expert]) == set(np.flatnonzero(plan.experts == expert))
-    per_slot = load / plan.counts
-    spare = [e for e in range(EXPERTS) if plan.counts[e] > 1]  # nobody would gain by another's last replica
-    assert all(load[e] / (plan.counts[e] - 1) >= per_slot.max() for e in spare)
-    busy = per_slot[plan.experts].reshape(num_ranks, -1).sum(axis=1)
-    assert busy.max() <= busy.mean() + per_slot.max()
-    assert_alike(plan, nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots))
-
-
-@pytest.mark.parametrize("groups", [None, 8])
-def test_replicas_in_nodes(groups: int | None, rng: Rng) -> None:
-    """An expert's replicas, and the experts of a group, are on one node; nodes are as even as their packing can be."""
-    nodes, load = 4, rng.uniform(1, 9, EXPERTS)
-    plan = nn.plan_replicas(load, num_ranks=8, num_slots=32, num_nodes=nodes, groups=groups)
-    node_of = [set(slots // 8) for slots in plan.slots]
-    assert all(len(node) == 1 for node in node_of)
     for group in np.split(np.arange(EXPERTS), groups or EXPERTS):
-        assert len(set().union(*(node_of[expert] for expert in group))) == 1
-    busy = (load / plan.counts)[plan.experts].reshape(nodes, 2, 4).sum(axis=2)
+        assert len({*(plan.slots[group] // (slots // nodes)).ravel()}) == 1
+    per_slot = load / plan.counts
+    if nodes == 1:  # nobody would gain by another's last replica
+        assert all(load[e] / (plan.counts[e] - 1) >= per_slot.max() for e in np.flatnonzero(plan.counts > 1))
+    busy = per_slot[plan.experts].reshape(nodes, ranks // nodes, -1).sum(axis=2)
     assert np.ptp(busy.sum(axis=1)) <= load.reshape(groups or EXPERTS, -1).sum(axis=1).max()
-    assert (busy.max(axis=1) <= busy.mean(axis=1) + (load / plan.counts).max()).all()
+    assert (busy.max(axis=1) <= busy.mean(axis=1) + per_slot.max()).all()
+    assert_alike(plan, nn.plan_replicas(load, **options))
 
 
 def test_layers_have_plans_of_their_own(rng: Rng) -> None:
