@@ -1,5 +1,6 @@
 """Settings that no op has, and calls that do not fit the op: as a program from a file may make."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -80,16 +81,12 @@ def test_settings_that_a_spec_lacks(group: Group, monkeypatch: pytest.MonkeyPatc
 SERIES = __version__.rpartition(".")[0]  # of minor releases
 
 
-@pytest.mark.parametrize("release", [__version__, f"{SERIES}.0", f"{SERIES}.99"])
-def test_a_call_that_fits(release: str, group: Group) -> None:
-    assert not helpers.fetch(call_scatter(group, operands_of(), (8, 4), release)).any()
-
-
-@pytest.mark.parametrize("release", ["0.0.9", f"{SERIES}9.0"])
+@pytest.mark.parametrize("release", [__version__, f"{SERIES}.0", f"{SERIES}.99", "0.0.9", f"{SERIES}9.0"])
 def test_a_call_of_another_release(release: str, group: Group) -> None:
+    fits = release.startswith(f"{SERIES}.")
     says = rf"made with jax_ep {re.escape(release)}, but jax_ep {re.escape(__version__)} is installed"
-    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
-        helpers.fetch(call_scatter(group, operands_of(), (8, 4), release))
+    with contextlib.nullcontext() if fits else pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        assert not helpers.fetch(call_scatter(group, operands_of(), (8, 4), release)).any()
     group.check()
 
 
