@@ -80,11 +80,6 @@ MAXTEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def maxtext() -> ModuleType:
-    real = ("maxtext.layers.moe", "maxtext.common.common_types")
-    return upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
-
-
 def maxtext_layer(
     moe: ModuleType,
     batch: int = B,
@@ -136,7 +131,8 @@ def maxtext_operands(layer: Bare, rng: Rng, batch: int = B) -> tuple[Any, ...]:
 
 @pytest.fixture
 def moe(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = maxtext()
+    real = ("maxtext.layers.moe", "maxtext.common.common_types")
+    module = upstream.load(upstream.wheel("maxtext", "0.2.5"), real, ("aqt", "qwix", "tokamax"))
     monkeypatch.setattr(module.RoutedMoE, "sparse_matmul", module.RoutedMoE.sparse_matmul)  # is put back
     module.max_utils.is_eval.return_value = False
     decoder = SimpleNamespace(get_remat_policy=lambda self: self.policy)

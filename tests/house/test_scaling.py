@@ -13,7 +13,7 @@ from test_benchmarks import benchmark, rows_of
 
 from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
 from jax_ep.__main__ import main
-from jax_ep.node_options import NodePlan, plan_of as plan
+from jax_ep.node_options import plan_of
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
 
@@ -179,12 +179,7 @@ def test_the_tables_of_the_formulas() -> None:
         assert least < dense
         assert row["by B, KB"] == "-" or least < number(row["by B, KB"]) < dense
     for nodes in model.NODES:
-        one = model.Exchange(nodes, 4, shape)
-        room = model.planned(one).node_capacity
-        assert one.share(1) * shape.tokens == pytest.approx(plan_of(nodes, shape).expected)
-        assert room == plan_of(nodes, shape).capacity
+        one, plan = model.Exchange(nodes, 4, shape), plan_of(nodes, shape.tokens, shape.top_k, shape.experts)
+        assert one.share(1) * shape.tokens == pytest.approx(plan.expected)
+        assert model.planned(one).node_capacity == plan.capacity
     assert dataclasses.replace(model.Exchange(16, 4, shape), top_nodes=1).share(1) == pytest.approx(1 / 16)
-
-
-def plan_of(nodes: int, shape: Any) -> NodePlan:
-    return plan(nodes, shape.tokens, shape.top_k, shape.experts)

@@ -25,12 +25,7 @@ from jax_ep.pallas_kernels import trace_rows, update_rows
 STEPS = 4
 
 
-@pytest.fixture(params=["as is", "by kernels"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether kernels update the rows. Also the way of GPUs, on a CPU."""
-    if request.param == "by kernels" and INTERPRET:
-        monkeypatch.setattr(gemm, "pallas_platforms", lambda: ("cpu", "cuda"))
-    return bool(gemm.pallas_platforms())
+as_on_gpus = pytest.mark.parametrize("each_way", ["by kernels"], indirect=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=str)
@@ -78,8 +73,9 @@ def test_rows_and_states_of_every_shape(dtype: Any, rng: Rng) -> None:
         assert_bits(actual, expected)
 
 
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps(name: str, kernels: bool, rng: Rng) -> None:
+def test_steps(name: str, rng: Rng) -> None:
     """Against dense training, and `update` with `apply_updates`. Rows that no gradient names keep their bits."""
     optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D), np.float32))
     gradients, oracle = draw_gradients(rng, STEPS, 30), DenseTraining(name, table)
@@ -90,7 +86,8 @@ def test_steps(name: str, kernels: bool, rng: Rng) -> None:
 
     step = jax.jit(lambda *x: optimizer.step(*x), donate_argnums=(0, 1) if name in [*OPTIMIZERS][::2] else ())
     before, untouched = helpers.fetch((table, optimizer.init(table))), np.ones(V, bool)
-    assert ("pallas_call" in str(jax.make_jaxpr(step)(table, optimizer.init(table), at_step(gradients, 0)))) is kernels
+    traced = jax.make_jaxpr(step)(table, optimizer.init(table), at_step(gradients, 0))
+    assert ("pallas_call" in str(traced)) == bool(gemm.pallas_platforms())
     here = there = jax.tree.map(jnp.asarray, before)
     for i in range(STEPS):
         there = jax.jit(by_updates)(*jax.tree.map(jnp.copy, there), at_step(gradients, i))
@@ -109,9 +106,10 @@ def test_steps(name: str, kernels: bool, rng: Rng) -> None:
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
-def test_wide_ids_and_rates(name: str, dtype: Any, kernels: bool, rng: Rng) -> None:
+def test_wide_ids_and_rates(name: str, dtype: Any, rng: Rng) -> None:
     """With int64 ids and a traced float64 rate, all else stays in 32 bits, and what it is with those: in a batch, also
     for tables of 16 bits, and for a row of 70 entries."""
     ids = rng.integers(-2, V + 2, 100)
@@ -144,8 +142,8 @@ def test_wide_ids_and_rates(name: str, dtype: Any, kernels: bool, rng: Rng) -> N
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kernels", ["by kernels"], indirect=True)
-def test_bags_share_their_cotangent(kernels: bool, weighted: bool, rng: Rng) -> None:
+@as_on_gpus
+def test_bags_share_their_cotangent(each_way: None, weighted: bool, rng: Rng) -> None:
     """No row per entry is computed: the program has no array [N, D]. A bag may leave out ids that the lookup reads."""
     table, ids = rng.standard_normal((V, D)).astype(np.float32), rng.integers(-1, V + 2, (7, 4))
     weights = 2.0 ** rng.integers(-2, 3, ids.shape).astype(np.float32)
@@ -177,8 +175,8 @@ def signs_of_largest(rate: float) -> Any:
     return SimpleNamespace(init=lambda table: (), update=update)
 
 
-@pytest.mark.parametrize("kernels", ["by kernels"], indirect=True)
-def test_what_pallas_does_not_compile_runs_by_xla(kernels: bool, rng: Rng, caplog: pytest.LogCaptureFixture) -> None:
+@as_on_gpus
+def test_what_pallas_does_not_compile_runs_by_xla(each_way: None, rng: Rng, caplog: pytest.LogCaptureFixture) -> None:
     optimizer, ids = embedding.by_rows(signs_of_largest(0.5)), np.array([3, 9, 3, V], np.int32)
     values = rng.standard_normal((4, D)).astype(np.float32)
     gradient = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=V)
@@ -240,14 +238,16 @@ def test_empty_segments_update_their_rows(entries: int, rows: int) -> None:
     np.testing.assert_array_equal(found, np.isin(np.arange(V), [3, 9])[:, None] * np.ones(D))
 
 
-def test_a_step_has_no_derivative(kernels: bool) -> None:
+@pytest.mark.usefixtures("each_way")
+def test_a_step_has_no_derivative() -> None:
     optimizer, table = embedding.by_rows(optax.sgd(0.1)), jnp.zeros((V, D))
     gradient = SparseRows.from_entries(jnp.zeros(3, jnp.int32), jnp.ones((3, D)), num_rows=V)
     with pytest.raises(TypeError, match=r"^step: has no derivative; call update and apply_updates"):
         jax.grad(lambda table: optimizer.step(table, optimizer.init(table), gradient)[0].sum())(table)
 
 
-def test_no_entries(kernels: bool) -> None:
+@pytest.mark.usefixtures("each_way")
+def test_no_entries() -> None:
     optimizer, table = embedding.rowwise_adagrad(0.1), jnp.ones((V, D))
     nothing = SparseRows.from_entries(jnp.zeros(0, jnp.int32), jnp.zeros((0, D)), num_rows=V)
     before = table, optimizer.init(table)
