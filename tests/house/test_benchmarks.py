@@ -1,6 +1,4 @@
-"""The benchmarks run on CPU devices, what they derive follows from what they measured, and docs/performance.md is what
-the files of results make of it.
-"""
+"""The benchmarks run on CPU devices, and docs/performance.md is what the files of results make of it."""
 
 import json
 import re
@@ -77,8 +75,7 @@ def test_a_benchmark_keeps_what_it_prints(
 
 
 def test_decoding_is_part_of_the_sweep(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens, the layers and what they are compared with. The ranks draw tokens of their own, also for the layer of
-    shared tokens, which takes as long."""
+    """Few tokens. The ranks draw tokens of their own, also for the layer of shared tokens, which takes as long."""
     monkeypatch.setenv("JAX_EP_DEBUG_CHECKS", "0")
     sweep, runner = benchmark("token_sweep"), benchmark("runner")
     run = runner.Run(options(), group.mesh, group)

@@ -31,8 +31,7 @@ def random_text() -> np.ndarray:
 def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
     monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Experts in float8 learn as fast: within 2 % of the loss of each of 20 steps, and not to the bit.
-    So do experts whose 32 rows in the mean are rounded to eights. One of both by day, by the seed."""
+    """Experts in float8, or of rounded rows, learn as fast: within 2 % of each loss. The seed chooses one of both."""
     require_native()
     demo, text = example("train_moe_lm"), random_text()
     monkeypatch.setattr(demo, "LENGTH", 32)  # of a text

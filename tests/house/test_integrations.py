@@ -1,6 +1,4 @@
-"""Layers of other projects: examples/integrations.py in MaxText, tunix and EasyDeL, whose code comes from their wheels.
-Values and gradients are theirs. tests/maxtext_train.py runs MaxText's train loop.
-"""
+"""examples/integrations.py in MaxText, tunix and EasyDeL, from their wheels: values and gradients are theirs."""
 
 import inspect
 import re

@@ -1,6 +1,4 @@
-"""The models of examples/models: what transformers computes from the same checkpoints (tests/models), one device and
-eight, checkpoints that are written and read again, and errors. Their attention, beside the plain formula in float32,
-and their training: the loss of the head, micro-batches, and training that goes on from a checkpoint."""
+"""examples/models beside transformers, from the same checkpoints (tests/models); checkpoints, attention and training."""
 
 import dataclasses
 import itertools
@@ -58,8 +56,7 @@ def assert_near(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
 @families
 @pytest.mark.parametrize("size", SIZES)
 def test_what_transformers_computes(family: str, size: int, open_group: OpenGroup) -> None:
-    """Logits, routers' choices, and greedy tokens of a prompt by its cache. Two sequences do not fill eight devices,
-    which then share sequences by tokens, and single tokens as copies."""
+    """Two sequences do not fill eight devices, which then share sequences by tokens, and single tokens as copies."""
     wanted, config, group = load_file(FIXTURES / family / "expected.safetensors"), config_of(family), open_group(size)
     params, run = loaded(family, group), run_of(group)
     logits, aux = jax.jit(lambda params, ids: model.logits(params, ids, config, run))(params, wanted["ids"])
@@ -127,10 +124,7 @@ def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[
 
 @families
 def test_eight_devices_train_as_one(family: str, open_group: OpenGroup) -> None:
-    """Without and with recomputation of what is not kept, and for one family as two lines of four devices.
-
-    Sequences are always the same. With others a router may be undecided between two experts, and a rounding decides.
-    """
+    """Sequences are always the same: with others a rounding may decide between two experts."""
     ids = np.random.default_rng(0).integers(config_of(family).vocab_size, size=(8, 17), dtype=np.int32)
     mesh = helpers.mesh_of(data=2, ep=4) if family == "gpt_oss" else helpers.mesh_of(ep=8)
     one = trained(family, open_group(1), ids)

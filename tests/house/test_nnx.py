@@ -106,8 +106,7 @@ def shards(state: Any) -> list[int]:
 
 @pytest.mark.usefixtures("native")
 def test_training_goes_on_from_a_checkpoint(example: ModuleType, tmp_path: Path) -> None:
-    """With the same bits on the same mesh; on one device, by XLA alone, with the losses of four. XLA adds up the
-    gradients of embeddings in any order on a GPU."""
+    """With the same bits on the same mesh, but on a GPU, where XLA adds up the gradients of embeddings in any order."""
     config, saved = example.Config(**SMALL), tmp_path / "checkpoint"
     first, more = range(STEPS), range(STEPS, 2 * STEPS)
     with opened(2, 2) as group:

@@ -1,5 +1,4 @@
-"""What the installed package says of itself, and what it counts as a user's code; its names and options. What the
-caller has set for JAX and XLA does not reach the tests (environment.py)."""
+"""The installed package: versions, names, options, call sites; and the environment of the tests (environment.py)."""
 
 import importlib.metadata
 import inspect

@@ -82,8 +82,7 @@ def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sparse_rows(sharded: bool) -> None:
-    """Ids go to every rank of the other node, with marks of where a row begins. Sums go to the ranks that add them up,
-    in float32, and their results to every rank."""
+    """Ids go to every rank of the other node; sums to the ranks that add them up, and their results to every rank."""
     entries, capacity, width = 10, 64, 16
     bench = benchmark("nodes")
     with over(2, 4) as group:

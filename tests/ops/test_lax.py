@@ -1,5 +1,4 @@
-"""ragged_all_to_all: the semantics of `jax.lax.ragged_all_to_all`, against the oracle, the cases of JAX's own tests
-of it, and its derivatives."""
+"""ragged_all_to_all, with the semantics of `jax.lax.ragged_all_to_all`, against the oracle."""
 
 import inspect
 import itertools

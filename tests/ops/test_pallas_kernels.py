@@ -1,5 +1,4 @@
-"""The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU: what
-test_ragged_dot does not reach."""
+"""The Pallas kernels against numpy, on a CPU in interpret mode, and what they become for a GPU."""
 
 import re
 from functools import partial

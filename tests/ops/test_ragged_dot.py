@@ -138,8 +138,7 @@ def assert_near(actual: Any, wanted: np.ndarray, magnitude: np.ndarray, rounding
     ids=str,
 )
 def test_products_and_gradients(of: tuple[str, Case], dtype: np.dtype, result: Any, rng: Rng) -> None:
-    """By `ragged_dot`, and in the forms of `ragged_dot_general`. Cotangents of gathered rows are rounded before they
-    are summed."""
+    """The cotangents of gathered rows are rounded before they are summed."""
     form, case = of
     operands = draw(rng, case, dtype)
     options: dict[str, Any] = {"preferred_element_type": result}
@@ -382,10 +381,7 @@ def lowered_for_cuda(function: Callable[..., Any], *operands: Any) -> str:
 
 
 def test_cuda_programs_call_the_core(monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
-    """Three products for value and gradients, none of them XLA's; what the core cannot take is XLA's.
-
-    The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing.
-    """
+    """The product gathers rows, the gradient of the matrices its contraction; that of the rows gathers nothing."""
     monkeypatch.setattr(gemm, "has_gemm", lambda: True)
     for of in (0, 40):
         text = lowered_for_cuda(product_and_gradients, *draw(rng, Case(64, 32, 16, (30, 20), of), BFLOAT16))

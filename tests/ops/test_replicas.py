@@ -153,8 +153,7 @@ def test_replicas_of_no_loads_are_spread() -> None:
 
 @pytest.mark.usefixtures("strict")
 def test_matrices_go_out_and_gradients_come_home(implementation: Implementation, group: Group, rng: Rng) -> None:
-    """Of any pytree, to the last bit: whole numbers have the sums of one copy, in bfloat16 rounded once. Another plan
-    compiles nothing."""
+    """To the last bit: whole numbers have the sums of one copy, rounded once. Another plan compiles nothing."""
     size, experts, slots = SIZE, 8, 24
     plan = nn.plan_replicas(rng.zipf(1.3, experts).clip(max=50), num_ranks=size, num_slots=slots)
     assert plan.counts.max() > 3

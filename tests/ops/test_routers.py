@@ -1,5 +1,4 @@
-"""Routers against numpy, token by token; losses, loads and the bias that balances; over devices, against the whole
-batch."""
+"""Routers, losses, loads and the bias that balances, against numpy; over devices, against the whole batch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -95,10 +94,7 @@ def test_choices(score: Score, groups: Any, renormalize: bool, scale: float, log
 @pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: Rng) -> None:
-    """Ids are those of a stable sort of the scores, which NaN, infinities and underflow make equal.
-
-    If all scores of a token are NaN their signs, which differ between platforms, order them.
-    """
+    """Ids are those of a stable sort. Scores that are all NaN are ordered by their signs, which platforms choose."""
     experts = 12
     logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (200, experts)).astype(np.float32)
     for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
@@ -129,8 +125,7 @@ def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: Rng) -> Non
 def test_some_tokens_and_given_ids(
     score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: Rng
 ) -> None:
-    """Gradients are those of the batch without the masked tokens, which hold anything, also for unlikely experts. The
-    bias that balances has none."""
+    """Gradients are those of the batch without the masked tokens, which hold anything. The bias has none."""
     ids = np.argsort(-logits, axis=1)[:, :K]
     if replayed:
         ids = rng.integers(-1, EXPERTS + 1, ids.shape)
@@ -219,8 +214,7 @@ def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:
     [(None, 8, 2, True), (4, 8, 1, False), (4, 3, EXPERTS - K, True), (None, 64, 2, False)],
 )
 def test_round_tokens(devices: int | None, multiple: int, more: int, renormalize: bool, rng: Rng) -> None:
-    """Counts are multiples over all devices, the least weights move, and gradients are those of the weights that are
-    left. Some ids are no experts: they stay, without weights."""
+    """Counts are multiples over all devices, and the least weights move. Ids that are no experts stay without weights."""
     x = (rng.standard_normal((160, EXPERTS)) + np.linspace(0, 1, EXPERTS)).astype(np.float32)
     by = rng.standard_normal((160, K + more)).astype(np.float32)
     no_expert = rng.random(by.shape) < 0.03
@@ -300,9 +294,7 @@ def test_scalars() -> None:
 
 
 def test_replay_through_layers(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
-    """The ids that two layers chose on 2 ranks are replayed on 4, by routers that have changed: outputs, and gradients
-    through the current scores, are those of numpy.
-    """
+    """The ids that two layers chose on 2 ranks are replayed on 4 by routers that have changed."""
     layers, hidden, tokens = 2, 8, SIZE * 6
     x = rng.standard_normal((tokens, hidden))
     shapes = ((hidden, EXPERTS), (hidden, EXPERTS), (EXPERTS, hidden, 12), (EXPERTS, 12, hidden))
@@ -348,8 +340,7 @@ def test_replay_through_layers(implementation: Implementation, open_group: OpenG
 
 
 def draw(rng: Rng) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and ids of all devices: some skip experts, one token has none, one names an expert twice and one that does
-    not exist."""
+    """Logits and ids of all devices: some skip experts, one token has none, one names one expert four times."""
     ids = rng.integers(-1, EXPERTS, (SIZE * TOKENS, K)).astype(np.int32)
     ids[5], ids[6], ids[7, 0] = -1, 2, EXPERTS
     return rng.standard_normal((SIZE * TOKENS, EXPERTS)), ids

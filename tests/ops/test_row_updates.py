@@ -110,8 +110,7 @@ def test_steps(name: str, rng: Rng) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_wide_ids_and_rates(name: str, dtype: Any, rng: Rng) -> None:
-    """With int64 ids and a traced float64 rate, all else stays in 32 bits, and what it is with those: in a batch, also
-    for tables of 16 bits, and for a row of 70 entries."""
+    """With int64 ids and a traced float64 rate all else stays in 32 bits: in a batch, also for a row of 70 entries."""
     ids = rng.integers(-2, V + 2, 100)
     ids[:70], ids[70] = 7, 2**32 + 1  # would be row 1 in 32 bits
     values, table = rng.standard_normal((2, 100, D)).astype(np.float32), rng.standard_normal((V, D)).astype(dtype)

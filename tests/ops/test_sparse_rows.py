@@ -1,5 +1,4 @@
-"""SparseRows and coalesce, and what sparse_all_reduce says to bad arguments. Arithmetic on gradients: by
-`jax_ep.embedding`; on their leaves it is refused before anything runs."""
+"""SparseRows, coalesce and arithmetic on gradients; what sparse_all_reduce says to bad arguments."""
 
 import pickle
 import re
@@ -330,10 +329,7 @@ def test_multiples_and_norms(rng: Rng, dtype: Any) -> None:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
-    """Of rows of which every rank has its own, in a tree with an array that all ranks have; and of each rank alone.
-
-    The values are constants: check_vma=True sees that the ids alone vary over the ranks.
-    """
+    """Every rank has rows of its own, of constant values, and all have one array: with check_vma=True only ids vary."""
     size, limit = 2, 0.5
     ids = rng.integers(0, V, (size, 5)).astype(np.int32)
     values, bias = rng.standard_normal((5, D)).astype(np.float32), np.array([3, 4], np.float32)

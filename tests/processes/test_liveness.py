@@ -1,5 +1,4 @@
-"""When a process counts as lost, by the heartbeats that another one reads; test_nodes_processes.py kills some. And
-processes that open groups across nodes, here played by threads: who is there, and for which group."""
+"""Heartbeats of processes, here played by threads: who is lost, who is there, and for which group."""
 
 import dataclasses
 import json
@@ -313,8 +312,7 @@ def held_up(processes: Processes) -> Iterator[HeldUp]:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_who_closes_at_once_was_there(again: bool, processes: Processes, held_up: HeldUp) -> None:
-    """Also for a process that looks only afterwards: it meets them for the group that they have closed, and not for the
-    next one that they open."""
+    """A process that looks only afterwards meets them for the group that they have closed, and not for the next one."""
     opening, *others = [processes.open(me, "a group") for me in range(3)]
     assert held_up.all_agree.wait(TIMEOUT)
     close_all(each.result(TIMEOUT) for each in others)

@@ -1,5 +1,4 @@
-"""A rank that stalls: an exception that names it in time, and life goes on. What a group tells by itself: failures in
-the log and in a file, the last ops of every rank; and time that a stopped process does not count."""
+"""A rank that stalls is named in time, in an exception, the log and a file; time in which a process is stopped is not."""
 
 import json
 import logging
