@@ -68,6 +68,12 @@ def per_rank(
     return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
 
 
+def sharded(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
+    """jit of `function` on every device, with these specs."""
+    specs: Any = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
+
+
 def run(group: Group, body: Callable[..., Any], *operands: Any) -> Any:
     """What `body` gives on every rank of the group's mesh, in numpy: arrays have the mesh's axes as leading axes."""
     return fetch(per_rank(body, group.mesh)(*operands))

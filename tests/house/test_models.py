@@ -1,4 +1,4 @@
-"""examples/models beside transformers, from the same checkpoints (tests/models); checkpoints, attention and training."""
+"""examples/models beside transformers, from the same checkpoints (tests/models): checkpoints, attention, training."""
 
 import dataclasses
 import itertools

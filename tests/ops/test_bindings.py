@@ -30,15 +30,19 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
+def call(name: str, results: Any, group: Group, *operands: Any, release: str = __version__, **settings: Any) -> Any:
+    """The call of a program that was compiled for other settings, maybe; one of None is left out."""
+    given = {key: np.int64(x) if type(x) is int else x for key, x in settings.items() if x is not None}
+    call = jax.ffi.ffi_call(f"jax_ep_{name}", results)
+    return call(*operands, group=np.int64(helpers.native(group).id), release=release, **given)
+
+
 def call_scatter(
     group: Group, operands: list[Any], received: tuple[int, int], release: str = __version__, **change: int | None
 ) -> Any:
-    """The call of a program that was compiled for other sizes, maybe; a size of None is left out."""
-    sizes = {name: np.int64(value) for name, value in (SCATTER | change).items() if value is not None}
-
     def body(*operands: jax.Array) -> jax.Array:
-        call = jax.ffi.ffi_call("jax_ep_scatter", vary.result_type(received, np.float32, operands[0]))
-        return call(*operands, group=np.int64(helpers.native(group).id), **sizes, **SCATTER_OPTIONS, release=release)
+        like = vary.result_type(received, np.float32, operands[0])
+        return call("scatter", like, group, *operands, release=release, **SCATTER | SCATTER_OPTIONS | change)
 
     return helpers.per_rank(body, group.mesh)(*(np.stack([each] * SIZE) for each in operands))
 
@@ -113,10 +117,8 @@ def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
     sizes = {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 16}
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
-        call = jax.ffi.ffi_call("jax_ep_ragged_all_to_all", vary.result_type((4, 4), np.float32, rows))
-        numbers = {name: np.int64(size) for name, size in sizes.items()}
-        group_id = np.int64(helpers.native(group).id)
-        return call(rows, *[offsets] * 4, rows + 1, group=group_id, **numbers, **RELEASE)
+        like = vary.result_type((4, 4), np.float32, rows)
+        return call("ragged_all_to_all", like, group, rows, *[offsets] * 4, rows + 1, **sizes)
 
     rows, offsets = np.zeros((SIZE, 4, 4), np.float32), np.zeros((SIZE, SIZE), np.int32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
@@ -129,8 +131,8 @@ def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
 )
 def test_a_mark_is_in_place(operands: int, message: str, group: Group) -> None:
     def body(x: jax.Array) -> Any:
-        call = jax.ffi.ffi_call("jax_ep_mark", [vary.result_type(x.shape, x.dtype, x)] * 2)
-        return call(*[x, x + 1][:operands], group=np.int64(helpers.native(group).id), site="", begins=True, **RELEASE)
+        like = vary.result_type(x.shape, x.dtype, x)
+        return call("mark", [like, like], group, *[x, x + 1][:operands], site="", begins=True)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"mark: {message}"):
         helpers.fetch(helpers.per_rank(body, group.mesh)(np.zeros((SIZE, 4), np.float32)))

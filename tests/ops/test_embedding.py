@@ -140,8 +140,8 @@ def test_a_learning_rate_of_each_rank(check_vma: bool) -> None:
         updates, _ = optimizer.update(dataclasses.replace(ROWS, values=ROWS.values + 1), optimizer.init(TABLE), TABLE)
         return updates.values[:1]
 
-    ranks = P("ep")
-    mapped = jax.shard_map(step, mesh=mesh_of(ep=2), in_specs=ranks, out_specs=ranks, check_vma=check_vma)
+    specs: Any = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
+    mapped = jax.shard_map(step, mesh=mesh_of(ep=2), **specs)
     for run in (mapped, jax.jit(mapped)):
         np.testing.assert_allclose(run(jnp.arange(2.0)), [[0] * D, [-3] * D])
 

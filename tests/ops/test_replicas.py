@@ -172,8 +172,7 @@ def test_matrices_go_out_and_gradients_come_home(implementation: Implementation,
 
         def whole(given: Any) -> Any:
             body = partial(nn.replicate, group=group, implementation=implementation)
-            specs = {"in_specs": (P("ep"), P()), "out_specs": P("ep")}
-            out = jax.shard_map(body, mesh=group.mesh, **specs)({**given, "codes": codes}, plan)
+            out = helpers.sharded(group.mesh, body, (P("ep"), P()), P("ep"))({**given, "codes": codes}, plan)
             return {name: out[name] for name in given}, out["codes"]
 
         out, pull, sent = jax.vjp(whole, given, has_aux=True)

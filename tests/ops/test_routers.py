@@ -214,7 +214,7 @@ def rounded(ids: np.ndarray, weights: np.ndarray, multiple: int) -> np.ndarray:
     [(None, 8, 2, True), (4, 8, 1, False), (4, 3, EXPERTS - K, True), (None, 64, 2, False)],
 )
 def test_round_tokens(devices: int | None, multiple: int, more: int, renormalize: bool, rng: Rng) -> None:
-    """Counts are multiples over all devices, and the least weights move. Ids that are no experts stay without weights."""
+    """Counts are multiples over all devices; the least weights move. Ids that are no experts stay without weights."""
     x = (rng.standard_normal((160, EXPERTS)) + np.linspace(0, 1, EXPERTS)).astype(np.float32)
     by = rng.standard_normal((160, K + more)).astype(np.float32)
     no_expert = rng.random(by.shape) < 0.03
@@ -229,9 +229,7 @@ def test_round_tokens(devices: int | None, multiple: int, more: int, renormalize
         )
         return (out.weights * by).sum(axis=1), out
 
-    body: Any = jax.jit(sums)
-    if devices:
-        body = jax.jit(jax.shard_map(sums, mesh=helpers.mesh_of(ep=devices), in_specs=P("ep"), out_specs=P("ep")))
+    body = helpers.sharded(helpers.mesh_of(ep=devices), sums, P("ep"), P("ep")) if devices else jax.jit(sums)
     _, pull, found = jax.vjp(lambda x: body(x, by, ids), x, has_aux=True)
     found = helpers.fetch(found)
 
@@ -323,10 +321,10 @@ def test_replay_through_layers(implementation: Implementation, open_group: OpenG
 
         over, of_layers = P("ep"), P(None, "ep")
         in_specs = over, P(), of_layers, of_layers, None if ids is None else of_layers
-        specs: Any = {"in_specs": in_specs, "out_specs": (over, of_layers)}
-        body = jax.shard_map(lambda x, *layers: jax.lax.scan(layer, x, layers), mesh=group.mesh, **specs)
+        scan = partial(jax.lax.scan, layer)
+        body = helpers.sharded(group.mesh, lambda x, *layers: scan(x, layers), in_specs, (over, of_layers))
         given = [np.float32(each) for each in (x, up, down)]
-        return jax.jit(lambda routers: body(given[0], jnp.float32(routers), *given[1:], ids))
+        return lambda routers: body(given[0], jnp.float32(routers), *given[1:], ids)
 
     captured = np.array(program(2, None)(old)[1])
     np.testing.assert_array_equal(captured, exact(old)[1])
@@ -359,7 +357,7 @@ def balance(logits: np.ndarray, ids: np.ndarray, score: str) -> float:
 
 def over_devices(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of shards along "ep", with check_vma: its result must be the same on all of them."""
-    return jax.jit(jax.shard_map(function, mesh=helpers.mesh_of(ep=SIZE), in_specs=P("ep"), out_specs=P()))
+    return helpers.sharded(helpers.mesh_of(ep=SIZE), function, P("ep"), P())
 
 
 def finite_differences(function: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:

@@ -61,12 +61,6 @@ def loss(rows: dict[str, Any], weights: Any) -> Any:
     return jnp.sum(jnp.tanh(rows["words"] * weights[0]) ** 2) + jnp.sum(jnp.sin(rows["tags"] * weights[1]))
 
 
-def on_ranks(group: Group, function: Any, in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
-    return jax.jit(
-        jax.shard_map(function, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
-    )
-
-
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_rows_come_home(placement: embedding.Placement, implementation: Implementation, group: Group, rng: Rng) -> None:
@@ -78,7 +72,7 @@ def test_rows_come_home(placement: embedding.Placement, implementation: Implemen
     def body(table: jax.Array, ids: Any) -> Any:
         return find(table, embedding.stacked_ids(ids, HEIGHTS))
 
-    both = on_ranks(group, body, IDS_SPEC, IDS_SPEC)
+    both = helpers.sharded(group.mesh, body, IDS_SPEC, IDS_SPEC)
     found = helpers.fetch(both(parts, ids))
     for name, rows in dense_rows(table, ids).items():
         np.testing.assert_array_equal(found[name], rows)
@@ -88,17 +82,17 @@ def test_rows_come_home(placement: embedding.Placement, implementation: Implemen
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         far = np.where(np.arange(SIZE * N) % 3, np.arange(SIZE * N) % V, 2**32 + 1)
-        low = on_ranks(group, find, IDS_SPEC, IDS_SPEC)(parts.astype(jnp.bfloat16), far)
+        low = helpers.sharded(group.mesh, find, IDS_SPEC, IDS_SPEC)(parts.astype(jnp.bfloat16), far)
     expected = np.where((far < V)[:, None], table.astype(jnp.bfloat16)[far % V], 0)
     np.testing.assert_array_equal(helpers.wide(low), helpers.wide(expected))
-    assert on_ranks(group, find, IDS_SPEC, IDS_SPEC)(parts, np.zeros((0, 3), np.int32)).shape == (0, 3, D)
+    assert helpers.sharded(group.mesh, find, IDS_SPEC, IDS_SPEC)(parts, np.zeros((0, 3), np.int32)).shape == (0, 3, D)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_rows_that_ranks_need(placement: embedding.Placement, group: Group, rng: Rng) -> None:
     ids = {"a": rng.zipf(1.3, (SIZE * N,)).astype(np.int32) - 2, "b": rng.integers(-2, V + 1, (SIZE * N, 2))}
     count = partial(embedding.rows_needed, num_rows=V, group=group, placement=placement)
-    needed = on_ranks(group, count, IDS_SPEC, P())(ids)
+    needed = helpers.sharded(group.mesh, count, IDS_SPEC, P())(ids)
     expected = np.zeros(SIZE, int)
     for parts in zip(*(np.split(x, SIZE) for x in ids.values()), strict=True):
         for i in {int(i) for part in parts for i in part.ravel()} & {*range(-(-V // SIZE) * SIZE)}:
@@ -133,7 +127,7 @@ def test_gradients_of_two_lines(placement: embedding.Placement, rng: Rng) -> Non
             rows = sparse_all_reduce(gradient_of(table, ids)[1], group=lines, capacity=V + 1)
             return table.at[rows.places].add(rows.values, mode="drop")
 
-        program = on_ranks(group, step, (P("ep"), P(("data", "ep"))), P("ep"), False)
+        program = helpers.sharded(group.mesh, step, (P("ep"), P(("data", "ep"))), P("ep"), False)
         found = program(embedding.shard_table(table, 2, placement=placement), ids)
         found = embedding.unshard_table(np.asarray(found), 2, num_rows=V + 1, placement=placement)
     wanted = table + np.bincount(ids, minlength=V + 1)[:, None] * np.cos(table)
@@ -168,7 +162,7 @@ def test_training(how: Any, implementation: Implementation, group: Group, rng: R
 
     state, spread, moved = optimizer.init(table), P(None, "ep"), dense.init(table)
     specs = (IDS_SPEC, jax.tree.map(lambda x: P("ep") if x.ndim else P(), state), IDS_SPEC, spread)
-    program = on_ranks(group, step, specs, (IDS_SPEC, specs[1], P(), spread, P(), P(), P()), check_vma)
+    program = helpers.sharded(group.mesh, step, specs, (IDS_SPEC, specs[1], P(), spread, P(), P(), P()), check_vma)
     whole, dense_loss = table, jax.value_and_grad(lambda t, w: loss(dense_rows(t, ids), w), (0, 1))
     entries = 0
     table, state = embedding.shard_table((table, state), SIZE, placement=placement)
@@ -201,14 +195,14 @@ def test_an_owner_without_room(implementation: Implementation, open_group: OpenG
         found = embedding.sharded_lookup(table, ids, on_overflow="drop", **options)
         return found, gradient_of(on_overflow="drop")(table, ids)[1].dropped[None]
 
-    found, dropped = helpers.fetch(on_ranks(group, dropping, IDS_SPEC, IDS_SPEC)(table, ids))
+    found, dropped = helpers.fetch(helpers.sharded(group.mesh, dropping, IDS_SPEC, IDS_SPEC)(table, ids))
     assert np.sum(~found.any(axis=1)) == dropped.sum() == 2
     lookups: dict[str, Any] = {
         "sharded_lookup": partial(embedding.sharded_lookup, **options),
         "sparse_value_and_grad": lambda table, ids: gradient_of()(table, ids)[0][None],
     }
     for op, lookup in lookups.items():
-        raising = on_ranks(group, lookup, IDS_SPEC, IDS_SPEC)
+        raising = helpers.sharded(group.mesh, lookup, IDS_SPEC, IDS_SPEC)
         says = re.escape(str(capacity_error(op, 0, 8, 6)))
         with helpers.expect_failure(group, CapacityError, rf"\b{says}", implementation):
             assert np.isnan(helpers.fetch(raising(table, ids))).any()

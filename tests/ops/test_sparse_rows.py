@@ -181,8 +181,7 @@ def test_coalesce_of_nothing() -> None:
 
 
 def on_ranks(function: Callable[[Any], Any], check_vma: bool) -> Callable[[Any], Any]:
-    mesh = helpers.mesh_of(ep=1)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma))
+    return helpers.sharded(helpers.mesh_of(ep=1), function, P(), P(), check_vma)
 
 
 ON_LEAVES: dict[str, Callable[[SparseRows], Any]] = {
@@ -345,9 +344,8 @@ def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
         return embedding.global_norm(tree, axis_name=axis_name)[None], rows.todense(), clipped[None]
 
     def on_ranks(axis_name: Any) -> Any:
-        specs: Any = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
-        over = jax.shard_map(partial(norms, axis_name=axis_name), mesh=helpers.mesh_of(ep=size), **specs)
-        return jax.jit(over)(ids.ravel())
+        of_axis = partial(norms, axis_name=axis_name)
+        return helpers.sharded(helpers.mesh_of(ep=size), of_axis, P("ep"), P("ep"), check_vma)(ids.ravel())
 
     found, rows, clipped = on_ranks("ep")
     np.testing.assert_allclose(found, [norm] * size, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""A rank that stalls is named in time, in an exception, the log and a file; time in which a process is stopped is not."""
+"""A rank that stalls is named in time, in an exception, the log and a file; a process that is stopped blames nobody."""
 
 import json
 import logging
