@@ -114,7 +114,7 @@ def test_a_call_that_does_not_fit_says_what(
 
 
 def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
-    sizes = {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 16}
+    sizes: dict[str, Any] = {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 16}
 
     def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
         like = vary.result_type((4, 4), np.float32, rows)

@@ -379,9 +379,10 @@ def test_profiles_do_not_nest(group: Group, rng: Rng, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [None, "", "missing/trace.json"])
 def test_a_path_that_cannot_be_written(path: Any, tmp_path: Path) -> None:
+    where: Any = path if path is None else tmp_path / path
     says = "str or a path, got NoneType" if path is None else "file that can be written, got"
     with pytest.raises((TypeError, OSError), match=f"profile: path must be a {says}"):
-        jax_ep.profile(path if path is None else tmp_path / path).__enter__()
+        jax_ep.profile(where).__enter__()
     with jax_ep.profile(tmp_path / "trace.json"):  # the failure has left nothing behind
         pass
     assert load(tmp_path / "trace.json")["traceEvents"] == []
