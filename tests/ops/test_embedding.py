@@ -88,22 +88,6 @@ def test_several_tables_and_several_lookups_in_one(rng: Rng) -> None:
         np.testing.assert_allclose(gradient[name].todense(), expected, rtol=1e-5, atol=1e-6)
 
 
-def draw_gradients(rng: Rng, steps: int, count: int) -> SparseRows:
-    """A gradient per step: duplicates, ids that name no row, entries past the count that would spoil everything."""
-    ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], (steps, count)).astype(np.int32)
-    ids[1] = np.minimum(np.arange(count) * 2, V)  # sorted and different, as coalesce gives them
-    values = rng.standard_normal((steps, count, D)).astype(np.float32)
-    counts = np.full(steps, count, np.int32)
-    counts[-1] = count // 2
-    values[-1, count // 2 :] = np.nan
-    of_step = [SparseRows(ids[i], values[i], counts[i], V) for i in range(steps)]
-    return jax.tree.map(lambda *x: jnp.stack(x), *of_step)
-
-
-def at_step(gradients: SparseRows, step: int) -> SparseRows:
-    return jax.tree.map(lambda x: x[step], gradients)
-
-
 NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {  # of a learning rate
     "lamb": optax.lamb,
     "lars": optax.lars,
@@ -124,9 +108,8 @@ NOT_BY_ROWS: dict[str, Callable[[Any], Any]] = {  # of a learning rate
 def test_what_does_not_treat_every_row_by_itself(name: str) -> None:
     """It is refused by `init`: before a program runs, and in a program with the learning rate of each call."""
     why = r"^by_rows: optimizer must treat every row by itself, as optax\.adam does, got one "
-    why += (
-        "that keeps gradients back" if name in ("MultiSteps", "many MultiSteps", "apply_every") else "whose update of"
-    )
+    keeps = name in ("MultiSteps", "many MultiSteps", "apply_every")
+    why += "that keeps gradients back" if keeps else "whose update of"
     for traced in (False, True):
         trace = jax.jit(lambda rate: embedding.by_rows(NOT_BY_ROWS[name](rate)).init(TABLE)).lower
         with pytest.raises(TypeError, match=why):

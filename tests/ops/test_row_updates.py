@@ -14,7 +14,6 @@ import pytest
 from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient
 from helpers import DTYPES, Rng, bits, wide
 from jax.sharding import PartitionSpec as P
-from test_embedding import at_step, draw_gradients
 from test_pallas_kernels import H200, INTERPRET, lowered_for_h200
 from test_sums import LENGTHS, assert_bits, in_parts, starts_of
 
@@ -22,7 +21,15 @@ from jax_ep import SparseRows, embedding
 from jax_ep._kit import gemm
 from jax_ep.pallas_kernels import trace_rows, update_rows
 
-STEPS = 4
+
+def draw_gradients(rng: Rng, steps: int, count: int) -> list[SparseRows]:
+    """A gradient per step: duplicates, ids that name no row, entries past the count that would spoil everything."""
+    ids = rng.choice([*range(0, V, 3), -1, V, V + 7, -V], (steps, count)).astype(np.int32)
+    ids[1] = np.minimum(np.arange(count) * 2, V)  # sorted and different, as coalesce gives them
+    values = rng.standard_normal((steps, count, D)).astype(np.float32)
+    values[-1, count // 2 :] = np.nan
+    counts = [*[count] * (steps - 1), count // 2]
+    return [SparseRows(*map(jnp.asarray, each), V) for each in zip(ids, values, counts, strict=True)]
 
 
 as_on_gpus = pytest.mark.parametrize("each_way", ["by kernels"], indirect=True)
@@ -78,7 +85,7 @@ def test_rows_and_states_of_every_shape(dtype: Any, rng: Rng) -> None:
 def test_steps(name: str, rng: Rng) -> None:
     """Against dense training, and `update` with `apply_updates`. Rows that no gradient names keep their bits."""
     optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D), np.float32))
-    gradients, oracle = draw_gradients(rng, STEPS, 30), DenseTraining(name, table)
+    gradients, oracle = draw_gradients(rng, 4, 30), DenseTraining(name, table)
 
     def by_updates(table: jax.Array, state: Any, gradient: SparseRows) -> Any:
         updates, state = optimizer.update(gradient, state, table)
@@ -86,14 +93,14 @@ def test_steps(name: str, rng: Rng) -> None:
 
     step = jax.jit(lambda *x: optimizer.step(*x), donate_argnums=(0, 1) if name in [*OPTIMIZERS][::2] else ())
     before, untouched = helpers.fetch((table, optimizer.init(table))), np.ones(V, bool)
-    traced = jax.make_jaxpr(step)(table, optimizer.init(table), at_step(gradients, 0))
+    traced = jax.make_jaxpr(step)(table, optimizer.init(table), gradients[0])
     assert ("pallas_call" in str(traced)) == bool(gemm.pallas_platforms())
     here = there = jax.tree.map(jnp.asarray, before)
-    for i in range(STEPS):
-        there = jax.jit(by_updates)(*jax.tree.map(jnp.copy, there), at_step(gradients, i))
-        here = step(*here, at_step(gradients, i))
-        gradient, touched = dense_gradient(at_step(gradients, i))
-        oracle.update(gradient, touched)
+    for gradient in gradients:
+        there = jax.jit(by_updates)(*jax.tree.map(jnp.copy, there), gradient)
+        here = step(*here, gradient)
+        dense, touched = dense_gradient(gradient)
+        oracle.update(dense, touched)
         untouched &= ~touched
     assert 0 < untouched.sum() < V
     assert all(x.dtype in (jnp.float32, jnp.int32) for x in jax.tree.leaves((here, there)))  # no guard in a checkpoint
