@@ -358,11 +358,10 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
     monkeypatch.setattr(liveness, "_LEAST_SECONDS", 0.5)
     for number, text in enumerate(ODD):
         processes.store.left[f"{heartbeat._FOLDER}/{100 + number}"] = text
-    valid = str(Heartbeat("another", 1, {}))
-    for key in ("", "one", "01", "+1", "1/2", "\u0661"):
-        processes.store.left[f"{heartbeat._FOLDER}/{key}"] = valid
     monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
     groups = processes.open_all("a group", seconds=1.0)
+    for key in ("", "one", "01", "+1", "1/2", "\u0661"):  # read after those of the processes
+        processes.store.left[f"{heartbeat._FOLDER}/{key}"] = str(Heartbeat("another", 1, {}))
     time.sleep(2 * SHORT)
     assert all(group.error() is None for group in groups)
     processes.threads[2].stop()
