@@ -38,6 +38,7 @@ FILES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *ROOT.glob("example
 TEXTS = {str(path.relative_to(ROOT)): text_of(path) for path in FILES}
 PAGES = [name for name, text in TEXTS.items() if "```python" in text]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```)?", re.MULTILINE | re.DOTALL)
+FIRST = next(BLOCK.finditer(TEXTS["README.md"]))[1]
 CASES = [(page, "Auto") for page in PAGES] + [(page, "Explicit") for page in PAGES if "AxisType.Auto" in TEXTS[page]]
 
 
@@ -66,9 +67,7 @@ def test_the_blocks_of_a_page_run(page: str, axis_type: str, monkeypatch: pytest
 
 
 def test_the_notebook_has_the_example_of_the_readme() -> None:
-    example = BLOCK.search(TEXTS["README.md"])
-    assert example is not None
-    assert example[1] in TEXTS["examples/quickstart.ipynb"]
+    assert FIRST in TEXTS["examples/quickstart.ipynb"]
 
 
 def test_the_first_program_runs_without_a_library() -> None:
@@ -83,6 +82,4 @@ def test_the_first_program_runs_without_a_library() -> None:
 @pytest.mark.usefixtures("native")
 def test_the_first_example_warns_of_nothing() -> None:
     """On GPUs Pallas kernels multiply its float32 rows."""
-    example = BLOCK.search(TEXTS["README.md"])
-    assert example is not None
-    assert helpers.run_python("-W", "error", "-c", example[1]).endswith("(64, 32)\n")
+    assert helpers.run_python("-W", "error", "-c", FIRST).endswith("(64, 32)\n")

@@ -79,14 +79,13 @@ MODULES: list[ModuleType] = [jax_ep, jax_ep.nn, jax_ep.lax, jax_ep.float8, jax_e
 OF_ARGUMENTS = {"Implementation", "OnOverflow", "Placement", "Scalar", "Tree", "BLOCK", "ZERO_ROW"}
 
 
+def public_names(module: ModuleType) -> set[str]:
+    return {name for name, thing in vars(module).items() if name[0] != "_" and not inspect.ismodule(thing)}
+
+
 def test_every_public_name_is_on_the_page() -> None:
     page = (gpu.ROOT / "docs" / "api.md").read_text()
-    names = {
-        name
-        for module in MODULES
-        for name, thing in vars(module).items()
-        if not name.startswith("_") and not inspect.ismodule(thing)
-    }
+    names = set().union(*map(public_names, MODULES))
     errors = {name for name, thing in vars(jax_ep.errors).items() if inspect.isclass(thing)}
     listed = errors if "::: jax_ep.errors" in page else set()
     for directive, members in re.findall(r"^::: (\S+)|members: \[(.*)\]", page, re.MULTILINE):
@@ -104,7 +103,7 @@ def test_dir_shows_public_names_alone() -> None:
 def test_help_lists_the_public_names(module: ModuleType) -> None:
     """pydoc leaves out what a module imports, unless `__all__` names it."""
     text = pydoc.plain(pydoc.render_doc(module))
-    for name in {name for name in vars(module) if name[0] != "_" and not inspect.ismodule(getattr(module, name))}:
+    for name in public_names(module):
         assert re.search(rf"^ +(class )?{name}\b", text, re.MULTILINE), name
 
 

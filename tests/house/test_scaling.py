@@ -15,7 +15,11 @@ from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
 from jax_ep.__main__ import main
 from jax_ep.node_options import plan_of
 
-on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
+cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA compiles for a CPU, and its counts")
+
+
+def counted_on_a_cpu(test: Any) -> Any:
+    return cpu(pytest.mark.usefixtures("native")(test))
 
 
 def number(cell: str) -> float:
@@ -35,8 +39,7 @@ def operands(exchange: Any, group: Group) -> tuple[jax.Array, ...]:
     return cases.make_operands(cases.Model("any", shape, 8), ids, group.mesh)
 
 
-@on_cpu
-@pytest.mark.usefixtures("native")
+@counted_on_a_cpu
 @pytest.mark.parametrize(
     ("nodes", "ranks", "implementation", "chunks", "options"),
     [
@@ -61,8 +64,7 @@ def test_bytes_between_nodes_are_those_of_the_formulas(
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in kept) == group.size * exchange.routing
 
 
-@on_cpu
-@pytest.mark.usefixtures("native")
+@counted_on_a_cpu
 @pytest.mark.parametrize(("nodes", "ranks", "top_nodes"), [(2, 4, None), (4, 2, 2)])
 def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int | None) -> None:
     """Within a twentieth: tokens that need a node, and rows that ranks of a node receive, by the group's report."""
@@ -78,8 +80,7 @@ def test_rows_are_as_many_as_drawn_alike(nodes: int, ranks: int, top_nodes: int 
     assert np.mean(received) == pytest.approx(exchange.rows_inside * exchange.sent_row, rel=0.05)
 
 
-@on_cpu
-@pytest.mark.usefixtures("native")
+@counted_on_a_cpu
 @pytest.mark.parametrize("sharded", [False, True])
 def test_sparse_rows(sharded: bool) -> None:
     """Ids go to every rank of the other node; sums to the ranks that add them up, and their results to every rank."""
@@ -155,9 +156,8 @@ def test_bytes_that_cannot_be_counted(line: str, last: int, message: str) -> Non
         benchmark("collective_bytes").to_other_nodes(f"%a = f32[4]{{0}} {line}", [0, 0, 1, last])
 
 
-@on_cpu
+@counted_on_a_cpu
 @pytest.mark.nightly
-@pytest.mark.usefixtures("native")
 def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "nodes", "--quick", "--repeats", "1", "--nodes", "2"]) == 0
     rows = rows_of(capsys.readouterr().out)
