@@ -48,7 +48,7 @@ class Slice(NamedTuple):
     end: float
 
 
-Track = tuple[int, int, int]  # rank, thread, epoch
+Phases = dict[tuple[int, int], list[Slice]]  # of a rank, by thread and epoch
 Run = tuple[int, str]  # epoch, op
 
 
@@ -70,36 +70,32 @@ def slices(path: Path) -> list[Slice]:
     ]
 
 
-def phases_of_tracks(found: list[Slice]) -> dict[Track, list[Slice]]:
+def phases_of_ranks(found: list[Slice]) -> dict[int, Phases]:
     """The phases of each op on each thread, which fill the slice of the op without gap or overlap."""
     ops = {(s.rank, s.thread, s.epoch): s for s in found if s.category == "op"}
-    phases: dict[Track, list[Slice]] = defaultdict(list)
+    ranks: dict[int, Phases] = defaultdict(lambda: defaultdict(list))
     for s in found:
         if s.category == "phase":
-            phases[s.rank, s.thread, s.epoch].append(s)
-    assert phases.keys() == ops.keys()
-    for track, of_op in phases.items():
-        edges = [of_op[0].begin, *(s.end for s in of_op)]
-        begins = [s.begin for s in of_op] + [ops[track].end]
+            ranks[s.rank][s.thread, s.epoch].append(s)
+    assert {(rank, *track) for rank, phases in ranks.items() for track in phases} == ops.keys()
+    for (rank, *track), op in ops.items():
+        of_op = ranks[rank][track[0], track[1]]
+        edges, begins = [of_op[0].begin, *(s.end for s in of_op)], [*(s.begin for s in of_op), op.end]
         assert max(abs(a - b) for a, b in zip(edges, begins, strict=True)) <= 0.01
         assert edges == sorted(edges)
-        assert ops[track].begin == of_op[0].begin
-        assert {s.op for s in of_op} == {ops[track].name} == {ops[track].op}
+        assert op.begin == of_op[0].begin
+        assert {s.op for s in of_op} == {op.name} == {op.op}
     for one, other in itertools.pairwise(sorted(ops.values(), key=lambda s: (s.rank, s.thread, s.begin))):
         if (one.rank, one.thread) == (other.rank, other.thread):
             assert one.end <= other.begin
             assert one.epoch < other.epoch
-    return phases
+    return ranks
 
 
-def of_rank(rank: int, phases: dict[Track, list[Slice]]) -> dict[Track, list[Slice]]:
-    return {track: of_op for track, of_op in phases.items() if track[0] == rank}
-
-
-def runs_by_thread(phases: dict[Track, list[Slice]]) -> dict[int, list[Run]]:
+def runs_by_thread(phases: Phases) -> dict[int, list[Run]]:
     """What each thread of a rank took part in."""
     runs: dict[int, list[Run]] = defaultdict(list)
-    for (_, thread, epoch), of_op in sorted(phases.items()):
+    for (thread, epoch), of_op in sorted(phases.items()):
         runs[thread].append((epoch, of_op[0].op))
     return runs
 
@@ -119,17 +115,16 @@ def assert_complete(path: Path, ranks: int, ops: list[str]) -> None:
     """Every rank ran these ops, in this order, and every phase of each in its order."""
     assert not labels(path)
     absent = set[str]() if jax.default_backend() == "cpu" else {"arrive"}
-    phases = phases_of_tracks(slices(path))
-    assert {rank for rank, _, _ in phases} == set(range(ranks))
-    for rank in range(ranks):
-        mine = of_rank(rank, phases)
-        runs = list(enumerate(ops, min(epoch for _, _, epoch in mine)))
+    phases = phases_of_ranks(slices(path))
+    assert phases.keys() == set(range(ranks))
+    for mine in phases.values():
+        runs = list(enumerate(ops, min(epoch for _, epoch in mine)))
         threads = runs_by_thread(mine)
         assert runs in threads.values()  # the coop that posts takes part in every op
         for found in threads.values():
             assert found == of_kinds_in(found, runs)
         names: dict[int, set[str]] = defaultdict(set)
-        for (_, _, epoch), of_op in mine.items():
+        for (_, epoch), of_op in mine.items():
             assert_in_order(of_op)
             names[epoch] |= {s.name for s in of_op}
         assert names.keys() == {epoch for epoch, _ in runs}
@@ -141,10 +136,11 @@ def assert_causes_precede(path: Path, slack: float) -> None:
     """No rank is past its first wait before every rank has begun to post."""
     posted: dict[int, dict[int, float]] = defaultdict(dict)
     waited: dict[int, float] = defaultdict(lambda: np.inf)
-    for (rank, _, epoch), of_op in phases_of_tracks(slices(path)).items():
+    tracks = [x for phases in phases_of_ranks(slices(path)).values() for x in phases.items()]
+    for (_, epoch), of_op in tracks:
         for s in of_op:
             if s.name == "post":
-                posted[epoch][rank] = min(s.begin, posted[epoch].get(rank, np.inf))
+                posted[epoch][s.rank] = min(s.begin, posted[epoch].get(s.rank, np.inf))
         first = next((s.end for s in of_op if s.name == "wait"), np.inf)
         if "count" in {s.name for s in of_op} or of_op[0].op != "dispatch":  # others wait for rows only
             waited[epoch] = min(waited[epoch], first)
@@ -282,18 +278,17 @@ def test_a_long_profile_keeps_its_end_and_says_so(open_group: OpenGroup, rng: Rn
     program, case = helpers.per_rank(body, group.mesh), draw(rng, tokens=1, size=2)
     with jax_ep.profile(path):
         helpers.fetch(program(*case))
-    runs, phases = list(enumerate(["dispatch", "combine"] * steps, 1)), phases_of_tracks(slices(path))
+    runs, phases = list(enumerate(["dispatch", "combine"] * steps, 1)), phases_of_ranks(slices(path))
     assert labels(path).keys() == {0, 1}
     for rank, label in labels(path).items():
         lost = re.fullmatch(r"(\d+) earlier phases lost: the profile was too long", label)
         assert lost
         assert int(lost[1]) > 0
-        kept = of_rank(rank, phases)
-        threads = runs_by_thread(kept)
+        threads = runs_by_thread(phases[rank])
         assert any(of_kinds_in(found, runs) == runs for found in threads.values())
         for found in threads.values():
             assert found == of_kinds_in(found, runs)[-len(found) :]
-        for of_op in kept.values():
+        for of_op in phases[rank].values():
             assert_in_order(of_op)
     with jax_ep.profile(path):
         helpers.fetch(round_trip(group)(*draw(rng, size=2)))
