@@ -29,7 +29,8 @@ def draw_gradients(rng: Rng, steps: int, count: int) -> list[SparseRows]:
     values = rng.standard_normal((steps, count, D)).astype(np.float32)
     values[-1, count // 2 :] = np.nan
     counts = [*[count] * (steps - 1), count // 2]
-    return [SparseRows(*map(jnp.asarray, each), V) for each in zip(ids, values, counts, strict=True)]
+    given = (map(jnp.asarray, each) for each in zip(ids, values, counts, strict=True))
+    return [SparseRows(indices, values, count, V) for indices, values, count in given]
 
 
 as_on_gpus = pytest.mark.parametrize("each_way", ["by kernels"], indirect=True)
