@@ -198,7 +198,7 @@ def unit_of_error(form: Form, where: str) -> float:
     if "precision" in form:
         # Tokens or matrices that are not rounded to float8 make 0.029 or more; about 0.016 is seen. Derivatives by
         # weights, along tangents and beside quantized matrices are those of products that are not rounded.
-        exact = where == "[0]" or ("frozen" not in form and re.search("tokens|gate|up|down|biases", where))
+        exact = where == "[0]" or ("frozen" not in form and re.search("tokens|gate|up|down|biases|matrices", where))
         if not exact or "shared_tokens" in form:
             return 0.08
         return 0.035 if dtype_of(form).itemsize == 2 else 0.025 if where == "[0]" else 0.015
