@@ -23,11 +23,11 @@ from .mlp import MoeMlp
 from .programs import Program
 from .ragged import Ragged
 from .report import Report, devices_here, parser, prepare_devices
-from .routed import Float8, Gradients, RoundTrip
+from .routed import Gradients, RoundTrip
 from .sparse import AllReduce
 
 PROGRAMS: list[type[Program]] = [RoundTrip, AllReduce, Ragged, CollectiveMatmul, Gradients, RoundTrip]
-PROGRAMS += [MoeMlp, AllReduce, Float8, MoeMlp, CollectiveMatmul]
+PROGRAMS += [MoeMlp, AllReduce, RoundTrip, MoeMlp, CollectiveMatmul]
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,
     "layers": (MoeMlp,),

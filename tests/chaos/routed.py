@@ -11,8 +11,8 @@ import numpy as np
 import oracle
 from helpers import BIG, Case, Rng
 
-import jax_ep
-from jax_ep import CapacityError
+from jax_ep import CapacityError, float8
+from jax_ep.float8 import Float8Rows
 
 from .compare import assert_near, assert_same, draw_floats, pick
 from .programs import Program
@@ -54,10 +54,11 @@ class Routed(Program):
     """
 
     strange_tokens = strange_weights = True
+    wires: tuple[str, ...] = ("float8",)
 
     def prepare(self, rng: Rng) -> Callable[..., Any]:
         self.options = self.draw_options(rng) | self.given
-        self.dtype, self.float8 = self.options["dtype"], self.options["wire"] is not None
+        self.dtype, self.in_float8 = self.options["dtype"], self.options["wire"] is not None
         shape = ("tokens", "top_k", "hidden", "dtype")
         self.keywords: dict[str, Any] = {name: x for name, x in self.options.items() if name not in shape}
         return self.function()
@@ -88,7 +89,7 @@ class Routed(Program):
         """What a GPU delivers where rows find no room."""
 
     def draw_options(self, rng: Rng) -> dict[str, Any]:
-        shape, wire = draw_shape(rng, self.group.size), "float8" if rng.random() < 0.3 else None
+        shape, wire = draw_shape(rng, self.group.size), pick(rng, *self.wires) if rng.random() < 0.3 else None
         alignment = int(pick(rng, 1, 1, 1, 2, 8, 16))
         most = self.group.size * shape["tokens"] * shape["top_k"]
         rows = int(rng.integers(1, max(2, pick(rng, most, most // self.group.size))))
@@ -107,13 +108,13 @@ class Routed(Program):
         weights = draw_floats(rng, shape, np.float32, strange=self.strange_weights and rng.random() < 0.05)
         strange = self.strange_tokens and rng.random() < 0.2
         tokens = draw_floats(rng, (*shape[:2], self.options["hidden"]), self.dtype, strange)
-        if self.float8:
+        if self.in_float8:
             tokens[:, 1:2, :128] = 0  # a block without a largest value
         return Case(tokens, draw_ids(rng, shape, self.options["num_experts"]), weights)
 
     def expected(self, case: Case) -> oracle.Expected:
         options = {name: self.options[name] for name in ("num_experts", "alignment")}
-        fp8 = self.float8 and bool(np.isfinite(helpers.wide(case.tokens)).all())
+        fp8 = self.in_float8 and bool(np.isfinite(helpers.wide(case.tokens)).all())
         with np.errstate(all="ignore"):
             return oracle.dispatch(*case, **options, capacity=self.capacity(), fp8=fp8)
 
@@ -127,7 +128,7 @@ class Routed(Program):
     def assert_tokens(self, actual: np.ndarray, case: Case, expected: oracle.Expected) -> None:
         """Bit for bit; blocks of float8 that hold NaN or infinity may be NaN."""
         found, wanted = helpers.wide(actual), helpers.wide(expected.rows)
-        if not self.float8:
+        if not self.in_float8:
             np.testing.assert_array_equal(found, wanted, "rows")
             return
         blocks = (*found.shape[:2], found.shape[2] // oracle.FP8_BLOCK, oracle.FP8_BLOCK)
@@ -146,48 +147,43 @@ class Routed(Program):
 
 
 class RoundTrip(Routed):
-    """dispatch, and combine of the very rows that arrived."""
+    """dispatch, and combine of the very rows that arrived, perhaps in float8."""
+
+    wires = ("float8", "float8", "float8_rows")
 
     def function(self) -> Callable[..., Any]:
-        return helpers.round_trip(**self.by, **self.keywords)
+        def experts(rows: Any) -> jax.Array:
+            return float8.dequantize(rows, self.dtype) if isinstance(rows, Float8Rows) else rows
+
+        return helpers.round_trip(**self.by, **self.keywords, experts=experts)
 
     def assert_nothing(self, results: Any) -> None:
-        helpers.assert_nothing_delivered(results[0], self.implementation)
+        if not isinstance(results[0].rows, Float8Rows):
+            helpers.assert_nothing_delivered(results[0], self.implementation)
 
     def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
-        dispatched, combined = results
-        assert_same(dispatched.group_sizes, expected.group_sizes, "group_sizes")
-        helpers.assert_routing(dispatched, expected)
-        self.assert_tokens(dispatched.rows, case, expected)
+        (rows, sizes, _), combined = results
+        assert_same(sizes, expected.group_sizes, "group_sizes")
+        helpers.assert_routing(results[0], expected)
+        if isinstance(rows, Float8Rows):
+            rows = self.arrived(rows, case, expected)
+        self.assert_tokens(rows, case, expected)
         with np.errstate(invalid="ignore", over="ignore"):
-            exact = oracle.combine(dispatched.rows, expected.targets, case.weights)
-            magnitude = oracle.combine(np.abs(dispatched.rows), expected.targets, np.abs(case.weights))
+            exact = oracle.combine(rows, expected.targets, case.weights)
+            magnitude = oracle.combine(np.abs(rows), expected.targets, np.abs(case.weights))
         assert_near(combined, exact, magnitude, 1, "combine")
 
-
-class Float8(Routed):
-    """dispatch that leaves its rows in float8."""
-
-    def draw_options(self, rng: Rng) -> dict[str, Any]:
-        return super().draw_options(rng) | {"hidden": int(pick(rng, 128, 256, 384)), "wire": "float8_rows"}
-
-    def function(self) -> Callable[..., Any]:
-        return lambda *operands: helpers.expanded(jax_ep.dispatch(*operands, **self.by, **self.keywords))
-
-    def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
-        helpers.assert_routing(results, expected)
-        values, scales = results.rows.values, results.rows.scales
-        assert scales.shape == (*values.shape[:2], values.shape[2] // oracle.FP8_BLOCK)
-        with np.errstate(invalid="ignore"):
-            wide = helpers.wide(values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
-        self.assert_tokens(wide.astype(self.dtype), case, expected)
+    def arrived(self, rows: Float8Rows, case: Case, expected: oracle.Expected) -> np.ndarray:
+        """What rows in float8 stand for; checks their scales."""
+        scales = np.asarray(rows.scales)
         if np.isfinite(helpers.wide(case.tokens)).all():
             _, wanted = oracle.through_fp8(helpers.wide(case.tokens))
-            for rank, row_of in enumerate(expected.row_of):
-                arrived = np.zeros_like(scales[rank])
-                source, token, _ = np.nonzero(row_of >= 0)
-                arrived[row_of[row_of >= 0]] = wanted[source, token, :: oracle.FP8_BLOCK]
-                assert_same(scales[rank], arrived, "scales")
+            of_rows = np.zeros_like(scales)
+            for (rank, source, token, _), row in np.ndenumerate(expected.row_of):
+                of_rows[rank, [row] if row >= 0 else []] = wanted[source, token, :: oracle.FP8_BLOCK]
+            assert_same(scales, of_rows, "scales")
+        with np.errstate(invalid="ignore"):
+            return (helpers.wide(rows.values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)).astype(self.dtype)
 
 
 class Gradients(Routed):
@@ -195,7 +191,7 @@ class Gradients(Routed):
 
     def function(self) -> Callable[..., Any]:
         def experts(rows: jax.Array) -> jax.Array:
-            return 3 * rows if self.float8 else rows * rows
+            return 3 * rows if self.in_float8 else rows * rows
 
         both = helpers.round_trip(**self.by, **self.keywords, experts=experts)
 
@@ -220,12 +216,12 @@ class Gradients(Routed):
         weights = np.where(arrived, case.weights.astype(np.float64), 0)
         info = jnp.finfo(self.dtype)
         with np.errstate(invalid="ignore"):
-            slope = cotangent * (3 if self.float8 else 2 * tokens)
+            slope = cotangent * (3 if self.in_float8 else 2 * tokens)
             terms = np.where(arrived[..., None], weights[..., None] * slope[:, :, None], 0)  # [R, T, K, H]
             steps = 4 * max(1, self.options["top_k"]) * (1 + np.nanmax(np.abs(slope), initial=0))
             magnitude, underflow = np.abs(terms).sum(axis=2), steps * float(info.smallest_subnormal)
             assert_near(d_tokens, terms.sum(axis=2), magnitude, 4, "gradient of the tokens", floor=underflow)
-            if self.float8:  # their outputs are the rounded tokens
+            if self.in_float8:  # their outputs are the rounded tokens
                 return
             products = np.abs(tokens**2 * cotangent).sum(axis=2, keepdims=True)
             exact = np.where(arrived, (tokens**2 * cotangent).sum(axis=2, keepdims=True), 0)
