@@ -62,9 +62,9 @@ def test_a_layer_names_itself(implementation: Implementation, group: Group, rng:
 @pytest.mark.usefixtures("native")
 def test_all_ranks_stop_together(group: Group, rng: Rng) -> None:
     """A rank with room must not go on to a collective where it would wait for the rank without."""
+    options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
 
     def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
         total = jax.lax.psum(helpers.round_trip(group, capacity=CAPACITY, **options)(tokens, ids, weights)[1], "ep")
         return helpers.round_trip(group, **options)(tokens + total, ids, weights)[1]
 
@@ -72,7 +72,6 @@ def test_all_ranks_stop_together(group: Group, rng: Rng) -> None:
     for _ in range(3):
         with helpers.expect_failure(group, CapacityError, ONE_TOO_MANY):
             helpers.fetch(program(*case_with(rng, CAPACITY + 1)))
-        group.check()
         assert np.isfinite(helpers.fetch(program(*case_with(rng, CAPACITY)))).all()
 
 
@@ -82,7 +81,6 @@ def test_a_compiled_loop_learns_of_it(group: Group, rng: Rng) -> None:
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, capacity=CAPACITY, implementation="kernels")
     full, too_many = case_with(rng, CAPACITY), case_with(rng, CAPACITY + 1)
     for _ in range(3):
-        helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
         with helpers.awaiting_failure(group, ONE_TOO_MANY):
             helpers.fetch(program(*too_many))
         if group.platform != "cpu":

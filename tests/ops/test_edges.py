@@ -88,11 +88,9 @@ def test_ids_and_counts_beyond_all(
     count: int, dtype: Any, sharded: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
-    num_rows, entries = 33, 8
-    info = np.iinfo(dtype)
+    num_rows, entries, info = 33, 8, np.iinfo(dtype)
     strange = [info.min, info.min + 1, -1, num_rows, num_rows + 1, info.max - 1, info.max]
-    if dtype is np.int64:
-        strange += [2**31, 2**32, 2**32 + 1, -(2**32), -(2**32) + 1]
+    strange += [2**31, 2**32, 2**32 + 1, -(2**32), -(2**32) + 1] if dtype is np.int64 else []
     ids = rng.integers(0, num_rows, (SIZE, entries)).astype(dtype)
     ids[:, ::2] = rng.choice(np.array(strange, dtype), (SIZE, entries // 2))
     values = cases.draw_values(rng, ids, 3)
