@@ -147,7 +147,7 @@ class Routed(Program):
 
 
 class RoundTrip(Routed):
-    """dispatch, and combine of the very rows that arrived, perhaps in float8."""
+    """dispatch, what its routing says of rows, and combine of the very rows that arrived, perhaps in float8."""
 
     wires = ("float8", "float8", "float8_rows")
 
@@ -155,35 +155,48 @@ class RoundTrip(Routed):
         def experts(rows: Any) -> jax.Array:
             return float8.dequantize(rows, self.dtype) if isinstance(rows, Float8Rows) else rows
 
-        return helpers.round_trip(**self.by, **self.keywords, experts=experts)
+        both = helpers.round_trip(**self.by, **self.keywords, experts=experts)
+
+        def with_rows(*operands: jax.Array) -> Any:
+            out, sums = both(*operands)
+            return out, sums, (out.routing.expert_of_row(), out.routing.weight_of_row(), out.routing.row_mask())
+
+        return with_rows
 
     def assert_nothing(self, results: Any) -> None:
         if not isinstance(results[0].rows, Float8Rows):
             helpers.assert_nothing_delivered(results[0], self.implementation)
 
     def assert_right(self, results: Any, case: Case, more: Any, expected: oracle.Expected) -> None:
-        (rows, sizes, _), combined = results
+        (rows, sizes, _), combined, by_row = results
         assert_same(sizes, expected.group_sizes, "group_sizes")
         helpers.assert_routing(results[0], expected)
+        rank, source, token, k = np.nonzero(expected.row_of >= 0)
+        at = rank, expected.row_of[rank, source, token, k]
+
+        def of_rows(values: np.ndarray) -> np.ndarray:
+            found = np.zeros((len(sizes), self.capacity(), *values.shape[1:]), values.dtype)
+            found[at] = values
+            return found
+
+        each = [[*given, self.capacity() - given.sum()] for given in sizes]
+        expert = np.array([np.repeat(range(len(given)), given) for given in each])
+        weight, real = of_rows(case.weights[source, token, k]), of_rows(np.ones(len(rank), bool))
+        for name, mine, right in zip(("expert", "weight", "mask"), by_row, (expert, weight, real), strict=True):
+            assert_same(mine, right, f"{name} of rows")
         if isinstance(rows, Float8Rows):
-            rows = self.arrived(rows, case, expected)
+            scales = np.asarray(rows.scales)
+            if np.isfinite(helpers.wide(case.tokens)).all():
+                _, wanted = oracle.through_fp8(helpers.wide(case.tokens))
+                assert_same(scales, of_rows(wanted[source, token, :: oracle.FP8_BLOCK]), "scales")
+            with np.errstate(invalid="ignore"):
+                wide = helpers.wide(rows.values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)
+            rows = wide.astype(self.dtype)
         self.assert_tokens(rows, case, expected)
         with np.errstate(invalid="ignore", over="ignore"):
             exact = oracle.combine(rows, expected.targets, case.weights)
             magnitude = oracle.combine(np.abs(rows), expected.targets, np.abs(case.weights))
         assert_near(combined, exact, magnitude, 1, "combine")
-
-    def arrived(self, rows: Float8Rows, case: Case, expected: oracle.Expected) -> np.ndarray:
-        """What rows in float8 stand for; checks their scales."""
-        scales = np.asarray(rows.scales)
-        if np.isfinite(helpers.wide(case.tokens)).all():
-            _, wanted = oracle.through_fp8(helpers.wide(case.tokens))
-            of_rows = np.zeros_like(scales)
-            for (rank, source, token, _), row in np.ndenumerate(expected.row_of):
-                of_rows[rank, [row] if row >= 0 else []] = wanted[source, token, :: oracle.FP8_BLOCK]
-            assert_same(scales, of_rows, "scales")
-        with np.errstate(invalid="ignore"):
-            return (helpers.wide(rows.values) * np.repeat(scales, oracle.FP8_BLOCK, axis=2)).astype(self.dtype)
 
 
 class Gradients(Routed):

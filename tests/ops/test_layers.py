@@ -18,7 +18,7 @@ from conftest import OpenGroup, Rng
 from layer_cases import EXPERTS, SIZE
 from matrix_forms import LAYER, alone
 
-from jax_ep import Experts, Group, Implementation, dispatch, moe_mlp
+from jax_ep import Experts, Group, Implementation, moe_mlp
 
 
 @pytest.mark.usefixtures("native")
@@ -123,33 +123,3 @@ def test_experts_quantized_by_qwix(group: Group, rng: Rng) -> None:
     found, rounded = helpers.run(group, body, layer, case.ids)
     layer_cases.assert_near(found, moe_oracle.gated_experts(rounded, case.ids, cotangent)[0], 1e-5)
     assert np.abs(rounded.gate - layer.gate).max() > 1e-3
-
-
-@pytest.mark.parametrize("alignment", [1, 4])
-def test_expert_and_weight_of_rows(alignment: int, implementation: Any, group: Group, rng: Rng) -> None:
-    """What a user's product may ask of a routing, and the gradient of the weights."""
-    model, case, _ = layer_cases.draw(rng, np.float32)
-    options: Any = {"group": group, "num_experts": EXPERTS, "alignment": alignment, "implementation": implementation}
-
-    def body(tokens: Any, ids: Any, weights: Any) -> Any:
-        def of_row(weights: Any) -> Any:
-            routing = dispatch(tokens, ids, weights, **options).routing
-            return routing.weight_of_row(), (routing.expert_of_row(), routing.row_mask(), routing.row_of)
-
-        rows, pull, (expert, real, row_of) = jax.vjp(of_row, weights, has_aux=True)
-        return rows, expert, real, row_of, pull(helpers.vary(jnp.arange(1.0, len(rows) + 1)))[0]
-
-    weight, expert, real, row_of, pulled = helpers.run(group, body, case.tokens, case.ids, model.weights)
-    wanted, wanted_pull = np.zeros_like(weight), np.zeros_like(pulled)
-    for (rank, *at), row in np.ndenumerate(row_of):
-        if row >= 0:
-            at = tuple(at)
-            wanted[rank, row], wanted_pull[at] = model.weights[at], row + 1
-            assert expert[rank, row] == case.ids[at] - rank * (EXPERTS // SIZE)
-    np.testing.assert_array_equal(weight, wanted)
-    np.testing.assert_array_equal(real, wanted != 0)
-    np.testing.assert_array_equal(pulled, wanted_pull)
-    expected = oracle.dispatch(*case, num_experts=EXPERTS, capacity=weight.shape[1], alignment=alignment)
-    for each, sizes in zip(expert, expected.group_sizes, strict=True):
-        behind = len(each) - sizes.sum()
-        np.testing.assert_array_equal(each, np.repeat(range(len(sizes) + 1), [*sizes, behind]))
