@@ -48,17 +48,6 @@ def test_one_too_many_raises_and_the_group_goes_on(
         helpers.assert_round_trip(helpers.fetch(program(*full)), full, num_experts=EXPERTS)
 
 
-def test_a_layer_names_itself(implementation: Implementation, group: Group, rng: Rng) -> None:
-    matrices = np.ones((SIZE, EXPERTS // SIZE, 16, 16), np.float32)
-
-    def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, matrices: jax.Array) -> jax.Array:
-        options: Any = {"group": group, "capacity": CAPACITY, "implementation": implementation}
-        return helpers.moe_sums(tokens, ids, weights, None, matrices, matrices, **options)
-
-    with helpers.expect_failure(group, CapacityError, rf"\bmoe_mlp: {ONE_TOO_MANY}", implementation):
-        helpers.run(group, layer, *case_with(rng, CAPACITY + 1), matrices)
-
-
 @pytest.mark.usefixtures("native")
 def test_all_ranks_stop_together(group: Group, rng: Rng) -> None:
     """A rank with room must not go on to a collective where it would wait for the rank without."""
