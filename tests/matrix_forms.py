@@ -7,6 +7,7 @@ A form is what it changes: options of the op, and keys of its own:
     matrices: "two" (no gate) or "one" (gate holds both)
     biased: which of gate, up and down have a bias
     unvarying: names of the operands that are the same on all ranks
+    dtype: of tokens and matrices, if it is not `DTYPE`
     activation, shared, product, unweighted, sent_known, replicas
 """
 
@@ -48,6 +49,12 @@ def bounded(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
 
 
+def without_zero(x: jax.Array) -> jax.Array:
+    """tanh(x). In float32 its value and gradient at 0 are NaN, which shows a row without an assignment. In 16 bits a
+    token's value may be 0."""
+    return jnp.tanh(x) + (0 * jnp.log(jnp.abs(x)) if x.dtype.itemsize > 2 else 0)
+
+
 ACTIVATIONS: dict[Any, Function] = {
     "silu": lambda x: x / (1 + jnp.exp(-x)),
     "gelu": lambda x: x * (1 + jnp.tanh((2 / jnp.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
@@ -64,6 +71,7 @@ ROUTED: dict[str, dict[str, Form]] = {
     },
     "weights": {"none": {"unweighted": True}},
     "wire": {"float8": {"wire": "float8"}},
+    "dtype": {name: {"dtype": np.dtype(name)} for name in ("bfloat16", "float16")},
     "nodes": {
         "all": {"nodes": NodeOptions()},
         "chunks": {"nodes": NodeOptions(chunks=2)},
@@ -159,15 +167,21 @@ def chosen(options: dict[str, dict[str, Form]], name: str, rng: helpers.Rng) -> 
             form |= list(values.values())[rng.integers(len(values))]
     if "product" in form:  # its matrices are the user's own
         form.pop("frozen", None)
-    if form.get("activation") == "relu" and ("wire" in form or "precision" in form or DTYPE.itemsize == 2):
+    if form.get("activation") == "relu" and ("wire" in form or "precision" in form or dtype_of(form).itemsize == 2):
         form["activation"] = squared  # where relu begins, one rounding decides over a whole gradient
     return form
+
+
+def dtype_of(form: Form) -> np.dtype:
+    return form.get("dtype", DTYPE)
 
 
 def refused(form: Form) -> str | None:
     """What the error says, where options do not go together."""
     if {"capacity", "capacity_factor"} <= form.keys():
         return "^(dispatch|moe_mlp): capacity must be None where capacity_factor is given"
+    if form.get("capacity", 0) % form.get("alignment", 1):
+        return "^dispatch: capacity must be a multiple of alignment 4, got 2"
     if form.get("product") and "biased" in form:
         return "^moe_mlp: experts.biases must be None where product is given"
     if form.get("product") and "precision" in form:
@@ -184,11 +198,11 @@ def unit_of_error(form: Form, where: str) -> float:
     if "precision" in form:
         # Tokens or matrices that are not rounded to float8 make 0.029 or more; about 0.016 is seen. Derivatives by
         # weights, along tangents and beside quantized matrices are those of products that are not rounded.
-        exact = where == "[0]" or ("frozen" not in form and re.search("tokens|gate|up|down|biases", where))
+        exact = where == "[0]" or ("frozen" not in form and re.search("tokens|gate|up|down|biases|matrices", where))
         if not exact or "shared_tokens" in form:
             return 0.08
-        return 0.035 if DTYPE.itemsize == 2 else 0.025 if where == "[0]" else 0.015
-    if DTYPE.itemsize == 2:
+        return 0.035 if dtype_of(form).itemsize == 2 else 0.025 if where == "[0]" else 0.015
+    if dtype_of(form).itemsize == 2:
         return 0.03
     return 5e-3 if "wire" in form else 2e-5  # 1e-3 where one of two values that are equally near was taken
 
@@ -216,6 +230,9 @@ def draw(form: Form, size: int, rng: helpers.Rng, *, layer: bool) -> Operands:
         _draw_matrices(form, floats, case, rng)
     else:
         floats["scales"] = _normal(rng, size, EXPERTS // size, HIDDEN)
+    weights = floats.pop("weights", None)
+    floats = jax.tree.map(lambda x: x.astype(dtype_of(form)), floats)
+    floats |= {} if weights is None else {"weights": weights}
     for name in ("gate", "up", "down") if form.get("product") else ():
         if (matrix := floats.pop(name, None)) is not None and form["product"] == "int8":
             known[name] = helpers.fetch(jax.vmap(example.quantized)(matrix))
@@ -223,7 +240,7 @@ def draw(form: Form, size: int, rng: helpers.Rng, *, layer: bool) -> Operands:
         elif matrix is not None:
             *experts, rows, columns = matrix.shape
             a, b = _normal(rng, *experts, rows, 3), _normal(rng, *experts, 3, columns)
-            floats[name] = example.Lora(matrix, (a / rows**0.5).astype(DTYPE), b)
+            floats[name] = example.Lora(matrix, *(x.astype(matrix.dtype) for x in (a / rows**0.5, b)))
     for name in form.get("frozen", ()):
         if name in floats:
             exact[name] = floats.pop(name)
@@ -306,7 +323,7 @@ def layer(form: Form, group: Group) -> Function:
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
         activation = form.get("activation", "silu")
         if activation == "slopes":  # what it closes over is differentiated, too
-            activation = lambda x: jnp.tanh(given["slopes"][None] * x)  # noqa: E731
+            activation = lambda x: without_zero(given["slopes"][None] * x)  # noqa: E731
         experts = Experts(**matrices, biases=given.get("biases"), activation=activation)
         shared = None
         if "shared" in given:
@@ -329,7 +346,7 @@ def layer(form: Form, group: Group) -> Function:
 
 
 def there_and_back(form: Form, group: Group) -> Function:
-    """Each row times a scale of its expert, by tanh, and the sums of that."""
+    """Each row times a scale of its expert, by `without_zero`, and the sums of that."""
     options = {name: form[name] for name in OF_OPS if name in form}
     by = options.get("implementation", "auto")
 
@@ -339,9 +356,10 @@ def there_and_back(form: Form, group: Group) -> Function:
             dispatch(given["tokens"], given["ids"], given.get("weights"), group=group, num_experts=EXPERTS, **options)
         )
         if form.get("wire") == "float8_rows":
-            rows = (rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)).astype(DTYPE)
+            rows = (rows.values.astype(jnp.float32) * jnp.repeat(rows.scales, 128, axis=1)).astype(dtype_of(form))
         scaled = rows * given["scales"][expert_of_rows(rows, sizes)]
-        return combine(jnp.tanh(scaled), routing, group=group, implementation=by)
+        scaled = jnp.where(routing.row_mask()[:, None], scaled, jnp.ones((), scaled.dtype))
+        return combine(without_zero(scaled), routing, group=group, implementation=by)
 
     return sums
 

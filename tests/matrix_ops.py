@@ -14,17 +14,19 @@ import numpy as np
 from chaos.ragged import slices_of
 from matmul_cases import OPS
 from matrix_forms import BY_XLA, DTYPE, HIDDEN, TOKENS, Form, Function, Operands
+from moe_oracle import through_float8
 
-from jax_ep import Group, NodeOptions, SparseRows, sparse_all_reduce
+from jax_ep import Group, NodeOptions, SparseRows, float8, sparse_all_reduce
 from jax_ep.lax import ragged_all_to_all, ragged_dot
 
 SPARSE, RAGGED, LOCAL = "sparse_all_reduce", "ragged_all_to_all", "ragged_dot"
 GROUPS = 3  # of rows
 # By name: the op; of sparse sums how they are reduced, whether they are sharded, and their capacity; of ragged_dot
-# whether it gathers rows.
+# whether it gathers rows, and "float8", or "quantized" if the matrices were quantized before.
 FORMS: dict[str, Form] = {
     **{op: {"op": (op,)} for op in (*OPS, RAGGED)},
-    **{LOCAL: {"op": (LOCAL, False)}, f"{LOCAL}, gathered": {"op": (LOCAL, True)}},
+    **{LOCAL: {"op": (LOCAL, False, "")}, f"{LOCAL}, gathered": {"op": (LOCAL, True, "")}},
+    **{f"{LOCAL}, {what}": {"op": (LOCAL, False, what), "precision": "float8"} for what in ("float8", "quantized")},
     "sparse sum": {"op": (SPARSE, "sum", False, TOKENS)},
     "sparse mean, sharded": {"op": (SPARSE, "mean", True, TOKENS)},
     "sparse mean_by_count, drop": {"op": (SPARSE, "mean_by_count", False, 3)},
@@ -39,6 +41,7 @@ def draw(form: Form, size: int, rng: helpers.Rng) -> Operands:
 
     floats: dict[str, Any] = {"tokens": normal(TOKENS, HIDDEN)}
     known: dict[str, Any] = {"ids": rng.integers(-1, TOKENS + (form["op"][0] == SPARSE), (size, TOKENS), np.int32)}
+    exact = known
     if form["op"][0] in OPS:
         floats |= {
             "matrix": (normal(HIDDEN, HIDDEN) / HIDDEN**0.5).astype(DTYPE),
@@ -47,11 +50,15 @@ def draw(form: Form, size: int, rng: helpers.Rng) -> Operands:
     if form["op"][0] == LOCAL:
         floats["matrices"] = (normal(GROUPS, HIDDEN, HIDDEN) / HIDDEN**0.5).astype(DTYPE)
         known["sizes"] = rng.multinomial(TOKENS - 1, [0.5, 0, 0.5], size).astype(np.int32)
+        if form["op"][2] == "quantized":
+            matrices: Any = np.repeat(floats.pop("matrices")[:1], size, axis=0)  # the same on all ranks
+            known["matrices"] = jax.vmap(float8.quantize_weights)(matrices)
+            exact = known | {"matrices": jax.vmap(lambda x: float8.dequantize(x, np.float32))(known["matrices"]) / size}
     if form["op"] == (RAGGED,):
         floats["output"] = normal(TOKENS, HIDDEN)
         known["slices"] = slices = slices_of(rng, rng.integers(0, 2, (size, size, 4 // size)), TOKENS, TOKENS)
         slices.input_offsets[0] = 0  # rank 0 sends a row several times, whose gradient is the sum of all cotangents
-    return Operands(floats, known, known)
+    return Operands(floats, *helpers.fetch((known, exact)))
 
 
 def weighed(rows: jax.Array, size: int) -> jax.Array:
@@ -72,7 +79,11 @@ def body(form: Form, group: Group) -> Function:
             rows = SparseRows.from_entries(known["ids"], x, num_rows=TOKENS)
             return sparse_all_reduce(rows, on_overflow="drop", **how, **by).todense()
         if op == LOCAL:
+            if settings[1] == "quantized":
+                return float8.ragged_dot(x, known["matrices"], known["sizes"])
             matrices = jax.lax.psum(floats["matrices"], group.axis_name)  # the same on all ranks
+            if settings[1]:
+                return float8.ragged_dot(x, matrices, known["sizes"])
             return ragged_dot(x, matrices, known["sizes"], lhs_indices=known["ids"] if settings[0] else None)
         multiply = partial(OPS[op], rhs=floats["matrix"], bias=floats["bias"], **by)
         if op == "matmul_reduce_scatter":
@@ -86,6 +97,7 @@ def body(form: Form, group: Group) -> Function:
 def exact(form: Form) -> Function:
     """On all ranks, in float64."""
     op, *settings = form["op"]
+    product = partial(jnp.einsum, "rth,rtg,ghn->rtn")
 
     def result(floats: Any, known: Any) -> jax.Array:
         x, size = floats["tokens"], len(floats["tokens"])
@@ -97,7 +109,11 @@ def exact(form: Form) -> Function:
             taken = jnp.take_along_axis(x, known["ids"][..., None], axis=1) * (known["ids"] >= 0)[..., None]
             ends = jnp.cumsum(known["sizes"], axis=1)
             groups = jax.nn.one_hot((jnp.arange(TOKENS)[:, None] >= ends[:, None]).sum(axis=2), GROUPS)
-            return jnp.einsum("rth,rtg,ghn->rtn", taken if settings[0] else x, groups, floats["matrices"].sum(axis=0))
+            operands = taken if settings[0] else x, groups, (floats | known)["matrices"].sum(axis=0)
+            if not settings[1]:
+                return product(*operands)
+            rounded = through_float8(x, 128), groups, through_float8(operands[2], 128, 128)
+            return product(*operands) + jax.lax.stop_gradient(product(*rounded) - product(*operands))
         matrix, bias = floats["matrix"], floats["bias"][:, None]
         if op == "all_gather_matmul":
             each = jnp.einsum("sth,rhn->rstn", x, matrix) + bias[:, None]

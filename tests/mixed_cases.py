@@ -4,7 +4,7 @@ All values are small integers in float32, so every sum is exact and results are 
 leading axis of ranks.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import helpers
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 from chaos.ragged import slices_of
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import Group, SparseRows, combine, dispatch
@@ -89,34 +88,20 @@ def mixed(one: Group, other: Group, *operands: Any, collectives: bool, in_turn: 
 
 def expected(operands: Operands, *, collectives: bool, on_cpu: bool) -> dict[str, Array]:
     tokens, ids, weights, names, slices = operands
-    scale = (weights * (1 + ids % 3)).sum(-1, keepdims=True)
-    size = len(tokens)
+    scale, size = (weights * (1 + ids % 3)).sum(-1, keepdims=True), len(tokens)
     following = np.roll(tokens, 1, axis=0) if collectives else tokens
     table = np.zeros((TABLE, HIDDEN), np.float32)
     np.add.at(table, names.ravel(), following.reshape(-1, HIDDEN))
     operand = np.array([np.resize(x, (ROWS, HIDDEN)) for x in tokens])
     moved = oracle.ragged_all_to_all(operand, -operand, slices)
     found = {"first": tokens * scale, "second": -tokens * scale, "next": following, "third": following * scale}
-    found |= {"table": np.broadcast_to(table, (size, *table.shape)), "ragged": moved}
+    found |= {"table": np.stack([table] * size), "ragged": moved}
     if not collectives:
         return found
     parts = found["second"].reshape(size, size, -1, HIDDEN)  # from, to
-    found |= {
-        "psum": np.broadcast_to(found["first"].sum(0), tokens.shape),
-        "all_gather": np.broadcast_to(tokens.sum(0), tokens.shape),
-        "all_to_all": parts.swapaxes(0, 1).reshape(tokens.shape),
-    }
+    found |= {"psum": np.stack([found["first"].sum(0)] * size), "all_gather": np.stack([tokens.sum(0)] * size)}
+    found |= {"all_to_all": parts.swapaxes(0, 1).reshape(tokens.shape)}
     return found if on_cpu else found | {"XLA's ragged": moved}
-
-
-def program(one: Group, other: Group, *, check_vma: bool = True, **options: bool) -> Callable[..., Any]:
-    """`mixed` on all ranks."""
-
-    def body(*operands: jax.Array) -> Any:
-        found = mixed(one, other, *(x[0] for x in operands), **options)
-        return jax.tree.map(lambda x: x[None], found)
-
-    return jax.jit(jax.shard_map(body, mesh=one.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma))
 
 
 def assert_right(found: dict[str, jax.Array], wanted: dict[str, Array]) -> None:
@@ -128,13 +113,22 @@ def assert_right(found: dict[str, jax.Array], wanted: dict[str, Array]) -> None:
 
 
 def run(
-    one: Group, other: Group, operands: Operands, *, turns: int, look: int, collectives: bool, **options: bool
+    one: Group,
+    other: Group,
+    operands: Operands,
+    *,
+    turns: int,
+    look: int,
+    collectives: bool,
+    in_turn: bool,
+    check_vma: bool = True,
 ) -> None:
     """So many executions, each with the tokens that the one before has passed on; looks at every `look`-th.
 
     Those in between are awaited by nobody.
     """
-    step = program(one, other, collectives=collectives, **options)
+    body = partial(mixed, one, other, collectives=collectives, in_turn=in_turn)
+    step = helpers.per_rank(body, one.mesh, check_vma=check_vma)
     tokens, *others = (helpers.spread(one.mesh, x) for x in (*operands[:-1], *operands.slices))
     for turn in range(turns):
         found = step(tokens, *others)

@@ -109,16 +109,6 @@ def routed(logits: np.ndarray, top_k: int, score: str = "softmax") -> tuple[np.n
     return ids, scores / scores.sum(axis=1, keepdims=True)
 
 
-def errors(found: Layer, exact: Layer) -> Layer:
-    """The distance of each gradient from the exact one, of the length of that: what is left after all roundings."""
-
-    def error(x: Any, right: np.ndarray) -> float:
-        length = np.linalg.norm(right)
-        return float(np.linalg.norm(np.asarray(x, np.float64) - right) / (length if length else 1))
-
-    return Layer(*map(error, found, exact))
-
-
 def draw_layer(rng: np.random.Generator, tokens: np.ndarray, weights: np.ndarray, experts: int, width: int) -> Layer:
     """Random matrices in the dtype of `tokens`, such that values keep their size."""
     size, hidden = tokens.shape[0], tokens.shape[2]

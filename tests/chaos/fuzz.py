@@ -19,15 +19,14 @@ from jax_ep import Group, Implementation
 from jax_ep._kit import ffi
 
 from .collective_matmul import CollectiveMatmul
-from .mlp import MoeMlp
 from .programs import Program
 from .ragged import Ragged
 from .report import Report, devices_here, parser, prepare_devices
-from .routed import Float8, Gradients, RoundTrip
+from .routed import Gradients, MoeMlp, RoundTrip
 from .sparse import AllReduce
 
 PROGRAMS: list[type[Program]] = [RoundTrip, AllReduce, Ragged, CollectiveMatmul, Gradients, RoundTrip]
-PROGRAMS += [MoeMlp, AllReduce, Float8, MoeMlp, CollectiveMatmul]
+PROGRAMS += [MoeMlp, AllReduce, RoundTrip, MoeMlp, CollectiveMatmul]
 OF: dict[str, Sequence[type[Program]]] = {
     "all": PROGRAMS,
     "layers": (MoeMlp,),

@@ -19,10 +19,11 @@ class Program(abc.ABC):
     Attributes:
       options: what was drawn, to be shown where it fails.
       by: the arguments of the op that say where it runs.
+      given: options that are not drawn.
     """
 
-    def __init__(self, rng: Rng, group: Group, implementation: Implementation):
-        self.group = group
+    def __init__(self, rng: Rng, group: Group, implementation: Implementation, **given: Any):
+        self.group, self.given = group, given
         self.implementation: Implementation = implementation
         self.by: dict[str, Any] = {"group": group, "implementation": implementation}
         self.options: dict[str, Any] = {}

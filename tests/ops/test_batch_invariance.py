@@ -56,6 +56,7 @@ def test_a_token_among_other_tokens(
     same = {name: [x == y for x, y in zip(expected, found, strict=True)] for name, found in changed.items()}
     same["T"].pop()  # XLA's sum for the gradient of a weight depends on the shape
     if implementation == "xla" and jax.default_backend() == "gpu":
+        del same["T"]  # XLA may choose another product
         for found in same.values():
             found.pop(1)  # XLA's scatter sums a token's gradient in the order in which rows arrive
     assert all(map(all, same.values())), f"sums, gradients of tokens, of weights: {same}"

@@ -14,17 +14,6 @@ from jax_ep import Group, Implementation
 SIZE, EXPERTS = 4, 16
 
 
-def given_outputs(group: Group, implementation: Implementation):
-    """A program (tokens, ids, weights, outputs) -> combine of `outputs`, whatever was dispatched."""
-
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array, outputs: jax.Array) -> jax.Array:
-        options: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
-        both = helpers.round_trip(group, experts=lambda _: outputs, capacity=outputs.shape[0], **options)
-        return both(tokens, ids, weights)[1]
-
-    return helpers.per_rank(body, group.mesh)
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [1, 21, 24, 256])
@@ -33,15 +22,21 @@ def test_order_of_the_sum(width: int, dtype: np.dtype, implementation: Implement
 
     Some assignments are skipped, or all of a token; rows of no token are NaN.
     """
-    program = given_outputs(group, implementation)
+    options: dict[str, Any] = {"num_experts": EXPERTS, "capacity": SIZE * 6 * 8}
     case = helpers.draw_case(rng, SIZE, 6, 8, EXPERTS, 16)
     case.ids[:, 0, 1] = case.ids[:, 1] = -1
     case.weights[:] = 2.0 ** rng.integers(-3, 4, case.weights.shape)  # exact products: a fused multiply-add is no other
     outputs = rng.standard_normal((SIZE, SIZE * 6 * 8, width)).astype(dtype)
-    layout = oracle.dispatch(*case, num_experts=EXPERTS, capacity=SIZE * 6 * 8)
+    layout = oracle.dispatch(*case, **options)
     for rank, used in enumerate(layout.group_sizes.sum(axis=1)):
         outputs[rank, used:] = np.nan
-    combined = helpers.fetch(program(*case, outputs))
+
+    def body(*operands: jax.Array) -> jax.Array:
+        *routed, outputs = operands
+        both = helpers.round_trip(group, implementation=implementation, experts=lambda _: outputs, **options)
+        return both(*routed)[1]
+
+    combined = helpers.run(group, body, *case, outputs)
     wanted = oracle.combine_in_order(outputs, layout.targets, case.weights, round_own=implementation == "xla")
     assert combined.dtype == dtype
     np.testing.assert_array_equal(helpers.wide(combined), helpers.wide(wanted))

@@ -1,4 +1,4 @@
-"""dispatch and combine of nothing: no tokens, no experts chosen, no values in a row; and ids that no table has."""
+"""dispatch over nodes, and layers, of nothing; and ids that no table has. test_dispatch.py has dispatch in one node."""
 
 from typing import Any
 
@@ -11,133 +11,73 @@ import sparse_cases as cases
 from helpers import Rng
 from nodes_cases import over
 
-from jax_ep import Group, Implementation, NodeOptions, SparseRows, dispatch, sparse_all_reduce
-from jax_ep.ops.moe import settings
+from jax_ep import Group, Implementation, NodeOptions, SparseRows, sparse_all_reduce
 
 SIZE, EXPERTS = 2, 4
 
 Shape = tuple[int, int, int]  # T, K, H
 
 
-FLOAT8: dict[str, Any] = {"wire": "float8"}
-DROP: dict[str, Any] = {"on_overflow": "drop"}
-NOTHING: list[tuple[Shape, dict[str, Any]]] = [
-    *((shape, {}) for shape in ((0, 2, 16), (5, 0, 16), (5, 2, 0), (0, 0, 0))),
-    *((shape, FLOAT8) for shape in ((0, 2, 128), (0, 2, 0), (5, 2, 0), (5, 0, 128))),
-    ((0, 2, 16), {"capacity": 4}),
-    ((0, 2, 128), FLOAT8 | DROP | {"nodes": NodeOptions()}),
-    ((3, 0, 128), FLOAT8 | DROP | {"nodes": NodeOptions(2)}),
-    ((3, 2, 0), DROP | {"nodes": NodeOptions(2)}),
-]
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("shape", "options"), NOTHING, ids=str)
-def test_nothing(shape: Shape, options: dict[str, Any], implementation: Implementation, rng: Rng) -> None:
+@pytest.mark.parametrize(
+    ("shape", "capacity", "wire"), [((0, 2, 128), None, "float8"), ((3, 0, 128), 2, "float8"), ((3, 2, 0), 2, None)]
+)
+def test_nothing_over_nodes(shape: Shape, capacity: Any, wire: Any, implementation: Implementation, rng: Rng) -> None:
     tokens, top_k, hidden = shape
-    options = dict(options)
-    nodes = options.pop("nodes", None)
+    options: dict[str, Any] = {"implementation": implementation, "wire": wire, "on_overflow": "drop"}
 
     def body(*larger: jax.Array) -> Any:
         rows, ids, weights = larger[0][:tokens, :hidden], larger[1][:tokens, :top_k], larger[2][:tokens, :top_k]
+        both = helpers.round_trip(group, num_experts=EXPERTS, **options)
+        return jax.grad(lambda rows, weights: jnp.sum(both(rows, ids, weights)[1]), (0, 1))(rows, weights)
 
-        def both(rows: jax.Array, weights: jax.Array) -> Any:
-            by: dict[str, Any] = {"num_experts": EXPERTS, "implementation": implementation}
-            found = helpers.round_trip(group, **by, **options)(rows, ids, weights)
-            return jnp.sum(found[1]), found
-
-        return jax.value_and_grad(both, (0, 1), has_aux=True)(rows, weights)
-
-    with over(2, SIZE, nodes=nodes) if nodes else Group(helpers.mesh_of(ep=SIZE), "ep") as group:
+    with over(2, SIZE, nodes=NodeOptions(capacity)) as group:
         # Emptied inside: jaxlib 0.10 and 0.11 may fail, or crash, when they compile a shard_map with empty operands.
         case = helpers.draw_case(rng, group.size, tokens=5, top_k=2, experts=EXPERTS, hidden=128)
-        (_, actual), gradients = helpers.run(group, body, *helpers.on_mesh(group.mesh, case))
+        found = helpers.run(group, body, *helpers.on_mesh(group.mesh, case))
         group.check()
-    case = helpers.Case(case.tokens[:, :tokens, :hidden], *(x[:, :tokens, :top_k] for x in case[1:]))
-    if nodes is None:
-        helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
-    for gradient, operand in zip(gradients, (case.tokens, case.weights), strict=True):
-        np.testing.assert_array_equal(gradient.reshape(operand.shape), np.zeros_like(operand))
-
-
-@pytest.mark.parametrize("shape", [(5, 0, 16), (0, 2, 16), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"expand": False}, {"alignment": 8}], ids=str)
-def test_nothing_on_one_gpu(shape: Shape, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
-    """What a group of one GPU does, on the CPU: nothing is exchanged."""
-    monkeypatch.setattr("test_edges.SIZE", 1)
-    monkeypatch.setattr(settings, "is_alone_on_gpu", lambda group: True)
-    test_nothing(shape, options, "kernels", rng)
+    assert [x.shape[2:] for x in found] == [(tokens, hidden), (tokens, top_k)]
+    assert not any(map(np.any, found))
 
 
 @pytest.mark.parametrize(
-    ("shape", "options"),
-    [({"ep": 2}, {}), ({"ep": 2}, {"capacity": 4, "wire": "float8"}), ({"node": 2, "ep": 2}, {"capacity": 4})],
-    ids=["default", "float8", "nodes"],
+    ("axes", "options", "remat"),
+    [
+        *(({"ep": 2}, options, False) for options in ({}, {"capacity": 4, "wire": "float8"})),
+        ({"node": 2, "ep": 2}, {"capacity": 4}, False),
+        *((axes, {}, True) for axes in ({"ep": 2}, {"node": 2, "ep": 2})),
+    ],
+    ids=str,
 )
 @pytest.mark.usefixtures("native")
-def test_layers_without_tokens(shape: dict[str, int], options: dict[str, Any], implementation: Implementation) -> None:
-    """Forward, and differentiated; `test_nothing` has the ops."""
-    mesh, here = helpers.mesh_of(**shape), tuple(shape.values())
-    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1, nodes=NodeOptions(chunks=2)) as group:
-        by: dict[str, Any] = {"group": group, "implementation": implementation}
+def test_layers_without_tokens(
+    axes: dict[str, int], options: dict[str, Any], remat: bool, implementation: Implementation
+) -> None:
+    """Forward, and differentiated; also under `jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No
+    overflow is left to report."""
+    if remat and jax.default_backend() != "cpu":
+        pytest.skip("XLA:GPU ends the process while it compiles this (jax 0.11.2)")
+    mesh, spec = helpers.mesh_of(**axes), jax.P(tuple(axes))
+    with Group(mesh, tuple(axes), across_nodes=len(axes) > 1, nodes=NodeOptions(chunks=2)) as group:
 
         def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
-            return helpers.moe_sums(tokens, ids, weights, *matrices, **by, **options)
-
-        def both(*operands: jax.Array) -> Any:
-            derived = jax.value_and_grad(lambda *x: jnp.sum(sums(*x)), (0, 1, 3, 4, 5))
-            return sums(*operands), *derived(*operands)
-
-        shapes = [(0, 128), (0, 2), *[(EXPERTS // group.size, 128, 128)] * 3]
-        operands: list[Any] = [np.ones((*here, *shape), np.float32) for shape in shapes]
-        operands.insert(2, np.zeros((*here, 0, 2), np.int32))
-        found = helpers.fetch(helpers.per_rank(both, mesh)(*operands))
-        group.check()
-    assert found[0].shape == (*here, 0, 128)
-    assert not any(np.any(x) for x in jax.tree.leaves(found))
-    assert [x.shape for x in found[2]] == [x.shape for x in operands if x.dtype == np.float32]
-
-
-@pytest.mark.parametrize("shape", [{"ep": 2}, {"node": 2, "ep": 2}], ids=str)
-@pytest.mark.usefixtures("native")
-def test_rematerialized_layers_without_tokens(shape: dict[str, int], implementation: Implementation, rng: Rng) -> None:
-    """`jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No overflow is left to report."""
-    if jax.default_backend() != "cpu":
-        pytest.skip("XLA:GPU ends the process while it compiles this (jax 0.11.2)")
-    mesh = helpers.mesh_of(**shape)
-    with Group(mesh, tuple(shape), across_nodes=len(shape) > 1) as group:
-
-        def sums(tokens: jax.Array, ids: jax.Array, weights: jax.Array, *matrices: jax.Array) -> jax.Array:
             by: dict[str, Any] = {"group": group, "implementation": implementation}
-            return helpers.moe_sums(tokens[:0], ids[:0], weights[:0], *matrices, **by)
+            return helpers.moe_sums(tokens[:0], ids[:0], weights[:0], *matrices, **by, **options)
 
-        spec = jax.P(tuple(shape))
-        kept = jax.checkpoint(  # pyright: ignore[reportPrivateImportUsage]
-            jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec)
-        )
-
-        def loss(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
-            return jnp.sum(kept(tokens, ids, weights, *matrices) ** 2)
-
-        case = helpers.draw_case(rng, group.size, 3, 2, EXPERTS, 16)
-        tokens, ids, weights = (x.reshape(-1, x.shape[-1]) for x in case)
-        matrices = [rng.standard_normal((EXPERTS, 16, 16)).astype(np.float32) for _ in range(3)]
-        lowered = jax.jit(jax.grad(loss, (0, 1, 3, 4, 5))).lower(tokens, weights, ids, *matrices)
+        mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec)
+        if remat:
+            mapped = jax.checkpoint(mapped)  # pyright: ignore[reportPrivateImportUsage]
+        derived = jax.value_and_grad(lambda *x: jnp.sum(mapped(*x) ** 2), (0, 1, 3, 4, 5))
+        rows = 3 * group.size if remat else 0
+        shapes = [(rows, 128), (rows, 2), *[(EXPERTS, 128, 128)] * 3]
+        operands: list[Any] = [np.ones(shape, np.float32) for shape in shapes]
+        operands.insert(2, np.zeros((rows, 2), np.int32))
+        lowered = jax.jit(lambda *x: (mapped(*x), *derived(*x))).lower(*operands)
         assert "callback" not in lowered.as_text()
-        assert not any(np.any(x) for x in lowered.compile()(tokens, weights, ids, *matrices))
+        out, value, gradients = helpers.fetch(lowered.compile()(*operands))
         group.check()
-
-
-def test_float8_rows_of_no_tokens(implementation: Implementation, group: Group, rng: Rng) -> None:
-
-    def body(tokens: jax.Array, ids: jax.Array) -> Any:
-        options: dict[str, Any] = {"wire": "float8_rows", "capacity": 4}
-        return dispatch(tokens[:0], ids[:0], group=group, num_experts=EXPERTS, implementation=implementation, **options)
-
-    case = helpers.draw_case(rng, SIZE, tokens=1, top_k=2, experts=EXPERTS, hidden=256)
-    rows = helpers.run(group, body, case.tokens, case.ids).rows
-    np.testing.assert_array_equal(rows.values.astype(np.float32), np.zeros((SIZE, 4, 256)))
-    np.testing.assert_array_equal(rows.scales, np.zeros((SIZE, 4, 2)))
+    assert out.shape == (0, 128)
+    assert not any(map(np.any, (value, *gradients)))
+    assert [x.shape for x in gradients] == shapes
 
 
 @pytest.mark.matrix
@@ -148,11 +88,9 @@ def test_ids_and_counts_beyond_all(
     count: int, dtype: Any, sharded: bool, implementation: Implementation, group: Group, rng: Rng
 ) -> None:
     """Ids of 64 bits must not wrap around to those of rows, and a count no array has counts what there is."""
-    num_rows, entries = 33, 8
-    info = np.iinfo(dtype)
+    num_rows, entries, info = 33, 8, np.iinfo(dtype)
     strange = [info.min, info.min + 1, -1, num_rows, num_rows + 1, info.max - 1, info.max]
-    if dtype is np.int64:
-        strange += [2**31, 2**32, 2**32 + 1, -(2**32), -(2**32) + 1]
+    strange += [2**31, 2**32, 2**32 + 1, -(2**32), -(2**32) + 1] if dtype is np.int64 else []
     ids = rng.integers(0, num_rows, (SIZE, entries)).astype(dtype)
     ids[:, ::2] = rng.choice(np.array(strange, dtype), (SIZE, entries // 2))
     values = cases.draw_values(rng, ids, 3)

@@ -37,6 +37,8 @@ def trace(group: Group, model: Any, ids: Any, changes: dict[str, Any], options: 
 
     def layer(model: Any, ids: Any) -> jax.Array:
         fields = dict(zip(("gate", "up", "down"), model[2:], strict=True)) | changes
+        arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray | Float8Weights)}
+        fields |= jax.tree.map(helpers.vary, arrays)
         given: dict[str, Any] = {"tokens": model.tokens, "expert_ids": ids, "weights": None}
         given |= {"experts": Experts(**fields), "group": group, "implementation": "xla"}
         return moe_mlp(**given | options)[0]
@@ -50,6 +52,11 @@ def unshaped(x: jax.Array) -> Any:
 
 def nothing(gate: jax.Array, up: jax.Array) -> Any:
     return None
+
+
+def in_float8(columns: int = 1) -> Float8Weights:
+    """[E / R, 128, 128], with one scale, if it is to be right."""
+    return Float8Weights(zeros(LOCAL, 128, 128, dtype=np.uint8), zeros(LOCAL, columns, 1))
 
 
 EXPERTS: list[tuple[dict[str, Any], str]] = [
@@ -121,6 +128,13 @@ OF_A_PRODUCT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+OF_128 = {name: zeros(LOCAL, 128, 128) for name in ("gate", "up", "down")}
+WIDE = {name: zeros(LOCAL, 128, 256) for name in ("gate", "up")}
+OF_FLOAT8: list[tuple[dict[str, Any], str | None, str]] = [
+    (OF_128 | {"up": in_float8()}, None, "experts.up must be an array unless precision='float8'"),
+    (WIDE | {"down": in_float8()}, "float8", r"experts.down must have shape .* = \(2, 256, 128\), got Float8"),
+    (OF_128 | {"gate": in_float8(2)}, "float8", r"experts.gate.scales must have shape .* = \(2, 1, 1\), got"),
+]
 NO_ARRAYS = Float8Weights(None, None)  # pyright: ignore[reportArgumentType] - as jax.tree.map may leave it
 
 
@@ -130,6 +144,7 @@ NO_ARRAYS = Float8Weights(None, None)  # pyright: ignore[reportArgumentType] - a
         *((changes, {}, match) for changes, match in EXPERTS),
         *(({}, options, match) for options, match in OPTIONS),
         ({"gate": NO_ARRAYS}, {"precision": "float8"}, "experts.gate.bits must be an array, got NoneType"),
+        *((changes, {"tokens": zeros(6, 128), "precision": by}, match) for changes, by, match in OF_FLOAT8),
         *((changes, {"product": clipped}, match) for changes, match in OF_A_PRODUCT),
     ],
 )
@@ -144,19 +159,18 @@ def test_refused_by_name(
 def test_experts_that_are_not_sharded_are_refused(group: Group, rng: np.random.Generator) -> None:
     """They would be taken for R times as many experts, of which the first ranks own all that tokens name."""
     model, case, _ = draw(rng, np.float32)
-    tokens, ids, *matrices = (x.reshape(-1, *x.shape[2:]) for x in (model.tokens, case.ids, *model[2:]))
+    flat, spec = jax.tree.map(np.concatenate, model), P("ep")
 
-    def layer(tokens: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
-        return helpers.moe_sums(tokens, ids, None, *matrices, group=group, implementation="xla")
+    def layer(model: Any, ids: jax.Array) -> jax.Array:
+        return helpers.moe_sums(model.tokens, ids, None, *model[2:], group=group, implementation="xla")
 
-    for i, name in enumerate(("gate", "up", "down")):
-        specs = (P("ep"), P("ep"), *(P() if i == j else P("ep") for j in range(3)))
-        given = [tokens, ids, *(matrix[:LOCAL] if i == j else matrix for j, matrix in enumerate(matrices))]
-        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=specs, out_specs=P("ep"))
-        with pytest.raises(
-            ValueError, match=rf"^moe_mlp: experts.{name} must be of the experts that each rank owns, .*P\('ep'\)"
-        ):
-            jax.eval_shape(mapped, *given)
+    for name in ("gate", "up", "down"):
+        specs = type(model)(*[spec] * 5)._replace(**{name: P()})
+        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=(specs, spec), out_specs=spec)
+        match = rf"^moe_mlp: experts.{name} must be of the experts that each rank owns, .*P\('ep'\)"
+        given = flat._replace(**{name: getattr(flat, name)[:LOCAL]})
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(mapped, given, np.concatenate(case.ids))
 
 
 def test_experts_are_named() -> None:

@@ -11,7 +11,7 @@ import moe_oracle
 import numpy as np
 import pytest
 from conftest import OpenGroup
-from layer_cases import draw, everything, layer_of
+from layer_cases import draw, layer_of
 
 from jax_ep import Experts, Group, all_gather_matmul, lax, moe_mlp
 from jax_ep._kit import gemm
@@ -48,7 +48,6 @@ def test_layer(modules: str, options: Any, check_vma: bool, open_group: OpenGrou
     """Forward and backward, of which JAX takes the derivative after the model has returned; a rule for other modules
     changes nothing. Float32 decides few roundings to float8 otherwise than float64."""
     model, case, cotangent = draw(rng, FLOAT32)
-    everything(case, rng)
     group, check_vma = open_group(), check_vma and "cpu" not in gemm.pallas_platforms()
     layer = layer_of(group, **options)
     program = helpers.per_rank(lambda m, ids: layer(m[0], ids, *m[1:]), group.mesh, check_vma=check_vma)

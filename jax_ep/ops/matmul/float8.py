@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ep._kit import checks, float8, gemm
+from jax_ep._kit import checks, float8, gemm, vary
 from jax_ep._kit.batches import by_platform
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import BLOCK, Float8Rows, Float8Weights
@@ -111,7 +111,7 @@ def ragged_dot(
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return straight_through_product(dtype, lhs, frozen(op, "rhs", rhs), groups)
+    return straight_through_product(dtype, *vary.vary_alike(None, lhs, frozen(op, "rhs", rhs), groups))
 
 
 def _check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int) -> np.dtype:
@@ -146,7 +146,7 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
 
     The error of XLA's result is at most 2^-7 of the sum of the terms' magnitudes.
     """
-    lhs, rhs = without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs))
+    lhs, rhs, group_sizes = vary.vary_alike(None, *without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs)), group_sizes)
     core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
     return _on_hopper(core, by_xla, lhs, rhs, group_sizes)
 
