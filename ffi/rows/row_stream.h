@@ -59,6 +59,9 @@ class RowStream {
   // Whether a release is due: because no further batch comes before it, or soon none will.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
 
+  // How many batches are to be released.
+  JAX_EP_FN int taken() const { return taken_; }
+
   // The caller has read all batches that it took.
   JAX_EP_FN void release() {
     reader_.release();

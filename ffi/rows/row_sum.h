@@ -107,10 +107,9 @@ class RowSum {
 
   JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
     if constexpr (!kSeveral) return sum_one(terms, sinks, width);
-    for (Lanes left = used_lanes(terms, sinks); left;) {
-      const Lanes lanes = lanes_of_first_sum(left, terms.stride());
-      sum_one(terms.within(lanes), sinks.within(lanes), width);
-      left &= ~lanes;
+    for (int first = 0; first < Coop::lanes; first += terms.stride()) {
+      const Lanes lanes = first_lanes(terms.stride()) << first;
+      if (used_lanes(terms, sinks) & lanes) sum_one(terms.within(lanes), sinks.within(lanes), width);
     }
   }
   JAX_EP_FN void sum_one(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
@@ -129,7 +128,9 @@ class RowSum {
     for (auto left = terms.holders(); left;) {
       add_batch(reinterpret_cast<const T*>(stream_.take()), terms.weight_in(lowest_bit(left)), total);
       left &= left - 1;
-      if (!left || stream_.spent()) stream_.release();
+      // One of several sums may have a single row, and a release for each would cost more than it brings.
+      const bool due = kSeveral ? stream_.taken() >= 3 : !left;
+      if (due || stream_.spent()) stream_.release();
     }
     writer_.put(sinks, int64_t{first} * sizeof(T), values * static_cast<int>(sizeof(T)), [&](char* to) {
       for (int i = 0; i < kUsed; ++i) rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i));

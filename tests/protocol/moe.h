@@ -47,8 +47,8 @@ struct Rank {
     a.wire = is_float8(way) ? Wire::float8 : Wire::plain;
     a.expand = way != Way::slots && way != Way::float8_slots;
     a.by_assignments = way != Way::straight && way != Way::float8 && routes_by_assignments(count, kTopK);
-    // Not eager are those that go straight to their rows.
-    a.eager = a.by_assignments || a.wire == Wire::float8 || !a.expand ? count : count / 2;
+    // Not eager are those that go straight to their rows. No group of a coop's lanes has both.
+    a.eager = a.by_assignments || a.wire == Wire::float8 || !a.expand ? count : count / 2 / Coop::lanes * Coop::lanes;
     a.token_weights = weights.data(), a.expert_ids = ids.data();
     a.tokens = reinterpret_cast<char*>(tokens.data()), a.rows = reinterpret_cast<char*>(rows.data());
     a.indices = indices.data();

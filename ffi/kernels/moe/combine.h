@@ -98,19 +98,12 @@ class Combine {
       const Item item = item_at(index, splits);
       return assigned(item.source, item.token, op_.coop.lane);
     };
-    // The next item and the abort word are loaded before push_item(), which hides their latency.
-    uint64_t issued = op_.ask_abort();
-    Assigned mine = load(index);
-    bool alive = true;
-    while ((alive = !op_.take_abort(issued)) && index >= 0) {
-      const int next = items.next();
-      const Assigned following = load(next);
-      issued = op_.ask_abort();
+    const auto visit = [&](int index, Assigned mine) {
+      if (index < 0) return;
       const Item item = item_at(index, splits);
       push_item(item, columns(item.split, splits), mine, announcer, [&] { return items.was_stolen(index); });
-      index = next;
-      mine = following;
-    }
+    };
+    const bool alive = look_ahead(op_, index, [&] { return items.next(); }, load, visit);
     if (alive)
       rows_.finish();
     else

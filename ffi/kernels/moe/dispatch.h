@@ -20,7 +20,8 @@ struct Float8Address {
 
 // The places where tokens land. Every rank has a slot for every eager token of every rank, in `landing` or in `rows`.
 // An eager token goes to its slot at every rank that owns one of its experts. Any other token goes to its first row at
-// every such rank, and to all of its rows on this rank.
+// every such rank, and to all of its rows on this rank. Lanes that call together may have different tokens, if all or
+// none of these are eager.
 class Landing {
  public:
   JAX_EP_FN Landing(const Op& op, const DispatchArgs& args, int value_bytes)
@@ -42,20 +43,18 @@ class Landing {
     if (!is_eager(token)) return rows_.packed(token, k);
     return token >= 0 && k < args_.top_k ? args_.expert_ids[int64_t{token} * args_.top_k + k] : -1;
   }
-  // Where the token lands, without or with the place of its scales. All lanes call, each with its own token and k.
+  // Where the token lands, without or with the place of its scales. All lanes call, each with its own k.
   JAX_EP_FN char* at_owner(int token, int k, int packed) const {
-    const Place place = place_of(token, k, packed);
-    char* const slot = any_in_landing() ? slot_at(place.target) : nullptr;
-    char* const row = any_in_rows() ? rows_.row_at(place.target, row_bytes_) : nullptr;
-    return place.in_landing ? slot : row;
+    return is_eager(token) && !args_.lands_in_rows() ? slot_at_owner(token, k, packed)
+                                                     : rows_.row_at(target(token, k, packed), row_bytes_);
   }
   JAX_EP_FN Float8Address float8_at_owner(int token, int k, int packed) const {
-    const Place place = place_of(token, k, packed);
-    Float8Address row{nullptr, nullptr};
-    char* const slot = any_in_landing() ? slot_at(place.target) : nullptr;
-    if (any_in_rows())
-      row = {rows_.row_at(place.target, row_bytes_), scales_.row_at(place.target, scale_row_bytes(args_.hidden))};
-    return place.in_landing ? Float8Address{slot, slot ? slot + args_.hidden : nullptr} : row;
+    if (is_eager(token) && !args_.lands_in_rows()) {
+      char* slot = slot_at_owner(token, k, packed);
+      return {slot, slot ? slot + args_.hidden : nullptr};
+    }
+    const Target there = target(token, k, packed);
+    return {rows_.row_at(there, row_bytes_), scales_.row_at(there, scale_row_bytes(args_.hidden))};
   }
   // at_owner(), or null for an eager token whose owner is this rank if the op expands: expand() copies it from
   // `tokens`.
@@ -80,29 +79,20 @@ class Landing {
   JAX_EP_FN int64_t slot(int source, int token) const { return int64_t{source} * args_.eager + token; }
 
  private:
-  // A row of `landing`, or of `rows`, at the owner; none if an earlier assignment of the token has the same owner,
-  // unless this rank is the owner and the token goes straight to its rows.
-  struct Place {
-    Target target;
-    bool in_landing;
-  };
-  // Whether there are such tokens. Lanes with different tokens call together, so branches depend on nothing else.
-  JAX_EP_FN bool any_in_landing() const { return args_.eager > 0 && !args_.lands_in_rows(); }
-  JAX_EP_FN bool any_in_rows() const { return args_.eager < args_.num_tokens || args_.lands_in_rows(); }
-  JAX_EP_FN Place place_of(int token, int k, int packed) const {
-    const bool eager = is_eager(token);
-    const auto target_of = [&](int packed) {
-      return eager ? Target{owner_of(packed), static_cast<int>(slot(op_.comm.rank, token))} : rows_.unpack(packed);
-    };
-    const Target target = target_of(packed);
-    const auto owner_before = [&](int j) { return target_of(this->packed(token, j)).owner; };
-    const bool first = first_at_owner(op_.coop, args_.top_k, token, k, target.owner, owner_before);
-    const bool lands = first || (!eager && target.owner == op_.comm.rank);
-    return {lands ? target : Target{-1, -1}, eager && !args_.lands_in_rows()};
+  // Where in `rows` the token lands: in its slot, or in its first row.
+  JAX_EP_FN Target target(int token, int k, int packed) const {
+    if (!is_eager(token)) return rows_.target(token, k, packed);
+    return {first_owner(token, k, packed), static_cast<int>(slot(op_.comm.rank, token))};
   }
-  JAX_EP_FN char* slot_at(Target target) const {
-    char* base = slots_.peer(target.owner);
-    return base ? base + target.row * slot_bytes_ : nullptr;
+  JAX_EP_FN char* slot_at_owner(int token, int k, int packed) const {
+    char* base = slots_.peer(first_owner(token, k, packed));
+    return base ? base + slot(op_.comm.rank, token) * slot_bytes_ : nullptr;
+  }
+  // The owner of an eager token's k-th expert; -1 if there is no such expert, or an earlier expert has the same owner.
+  JAX_EP_FN int first_owner(int token, int k, int packed_k) const {
+    const int owner = owner_of(packed_k);
+    const auto owner_before = [&](int j) { return owner_of(packed(token, j)); };
+    return first_at_owner(op_.coop, args_.top_k, token, k, owner, owner_before) ? owner : -1;
   }
   JAX_EP_FN int owner_of(int expert) const {
     return expert >= 0 && expert < args_.num_experts ? by_owner_.quotient(expert) : -1;

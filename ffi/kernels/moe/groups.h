@@ -2,7 +2,6 @@
 // known of them. With a ticket and a load for each item, short rows wait for both.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "comm/integers.h"
@@ -12,15 +11,21 @@
 
 namespace jax_ep {
 
+static_assert(kEagerTokens % Coop::lanes == 0, "groups must not have both eager tokens and others");
+
 // Whether items of `tokens` tokens, each of which takes `width` lanes, are taken in groups.
 JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int width) {
   return Coop::lanes > 1 && tokens > kFewTokens && width <= Coop::lanes;
 }
 
-// How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups.
+// How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups. A power of
+// two, so that no group has both eager tokens and others.
 JAX_EP_FN int group_items(int items, int width, int coops) {
   constexpr int kGroupsPerCoop = 4;  // tuned with `kernels_bench 2`
-  return larger(1, smaller(Coop::lanes / width, items / (kGroupsPerCoop * larger(1, coops))));
+  const int most = smaller(Coop::lanes / width, items / (kGroupsPerCoop * larger(1, coops)));
+  int count = 1;
+  while (2 * count <= most) count *= 2;
+  return count;
 }
 // For the senders of an op that pushes `tokens` tokens.
 JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k) {
@@ -76,16 +81,14 @@ JAX_EP_FN ItemGroups<Claim, Load> groups_of(const Coop& coop, int width, Claim c
   return {coop, width, claim, load};
 }
 
-// The tokens of `items`, one by one, and a value for each of a token's `top_k` assignments: resolve(token, k, packed)
-// of what load(token, k) has loaded. An assignment may have none: a null pointer, or a negative number. All lanes call.
+// The tokens of `items`, one by one, and an address for each of a token's `top_k` assignments: resolve(token, k,
+// packed) of what load(token, k) has loaded, or null. All lanes call.
 //
 // If `ahead`, a group of tokens is loaded while the group before is under way, and resolved by all lanes at once.
-// Otherwise a token is loaded when its values are asked for, and the first token begins sooner.
+// Otherwise a token is loaded when its addresses are asked for, and the first token begins sooner.
 template <class Items, class Load, class Resolve>
 class Tokens {
  public:
-  using Value = decltype(std::declval<Resolve&>()(0, 0, 0));
-
   JAX_EP_FN Tokens(const Op& op, Items& items, int top_k, bool ahead, Load load, Resolve resolve)
       : op_(op),
         items_(items),
@@ -97,7 +100,7 @@ class Tokens {
         issued_(op.ask_abort()) {}
 
   // The next token, or -1 if there is none or the group has failed. Calls skipped(token) for a token that is known to
-  // have no values.
+  // have no addresses.
   template <class Skipped>
   JAX_EP_FN int next(Skipped skipped) {
     if (!ahead_) {
@@ -108,19 +111,17 @@ class Tokens {
       if (token_ == tokens_.end && !next_group()) return -1;
       first_lane_ = (token_ - tokens_.begin) * top_k_;
       const int token = token_++;
-      if (top_k_ > Coop::lanes || holders_ >> first_lane_ & first_lanes(top_k_)) return token;
+      if (holders_ >> first_lane_ & first_lanes(top_k_)) return token;
       skipped(token);
     }
   }
 
-  // The k-th value of the token that next() returned last, or of another one if not `ahead`.
-  JAX_EP_FN Value value(int token, int k) const {
+  // The k-th address of the token that next() returned last, or of another one if not `ahead`.
+  JAX_EP_FN char* address(int token, int k) const {
     if (!ahead_) return resolve_(token, k, load_(token, k));
-    if (top_k_ > Coop::lanes) return k == op_.coop.lane ? mine_ : resolve_(token, k, load_(token, k));
-    const Value found = op_.coop.from_lane(mine_, (first_lane_ + k) % Coop::lanes);
-    return k < top_k_ ? found : none();
+    char* const found = op_.coop.from_lane(mine_, (first_lane_ + k) % Coop::lanes);
+    return k < top_k_ ? found : nullptr;
   }
-  JAX_EP_FN bool failed() const { return failed_; }
 
  private:
   struct Claim {
@@ -130,9 +131,9 @@ class Tokens {
 
   // The abort word is loaded a step ahead, or while a ticket is drawn, which hides its latency.
   JAX_EP_FN bool may_push() {
-    failed_ = op_.take_abort(issued_);
+    const bool failed = op_.take_abort(issued_);
     issued_ = op_.ask_abort();
-    return !failed_;
+    return !failed;
   }
   JAX_EP_FN bool next_group() {
     const auto group = groups_.next();
@@ -140,16 +141,8 @@ class Tokens {
     token_ = tokens_.begin;
     if (!may_push() || token_ == tokens_.end) return false;
     mine_ = resolve_(smaller(token_ + groups_.item(), tokens_.end - 1), groups_.position(), group.mine);
-    holders_ = static_cast<Lanes>(op_.coop.ballot(is_some(mine_)));
+    holders_ = static_cast<Lanes>(op_.coop.ballot(mine_ != nullptr));
     return true;
-  }
-  static JAX_EP_FN bool is_some(int value) { return value >= 0; }
-  static JAX_EP_FN bool is_some(const char* value) { return value; }
-  static JAX_EP_FN Value none() {
-    if constexpr (std::is_pointer_v<Value>)
-      return nullptr;
-    else
-      return -1;
   }
 
   const Op& op_;
@@ -157,13 +150,12 @@ class Tokens {
   const Load load_;
   const Resolve resolve_;
   const int top_k_;
-  const bool ahead_;
+  const bool ahead_;  // then top_k is at most Coop::lanes
   ItemGroups<Claim, Load> groups_;
   uint64_t issued_;
-  bool failed_ = false;
   Range tokens_{0, 0};
   int token_ = 0, first_lane_ = 0;
-  Value mine_{};
+  char* mine_ = nullptr;
   Lanes holders_ = 0;
 };
 

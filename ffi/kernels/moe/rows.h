@@ -73,11 +73,12 @@ class RowSink {
     char* base = bases_.peer(target.owner);
     return base ? base + target.row * bytes : nullptr;
   }
+
+ private:
   JAX_EP_FN Target unpack(int packed) const {
     return packed < 0 ? Target{-1, -1} : unpack_target(packed, capacity_, by_capacity_);
   }
 
- private:
   const Op& op_;
   const int32_t* const targets_;
   const int top_k_, capacity_;
@@ -104,12 +105,31 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   };
   do {
     mover.move(
-        next, bytes, top_k, source, [&](int token, int k) { return tokens.value(token, k); },
+        next, bytes, top_k, source, [&](int token, int k) { return tokens.address(token, k); },
         [&](int token, auto& rows) { announcer.after(token, rows); });
     before_last();
     announcer.finish(mover);
     stolen = items.next_stolen();
   } while (stolen >= 0);
+}
+
+// Visits `item`, then each next(); the last visit has a negative item. visit(item, loaded) gets what load(item)
+// returned. The next item and the abort word are loaded before visit(), which hides their latency.
+// Returns false once the group has failed.
+template <class Next, class Load, class Visit>
+JAX_EP_FN bool look_ahead(const Op& op, int item, Next next, Load load, Visit visit) {
+  uint64_t issued = op.ask_abort();
+  auto loaded = load(item);
+  while (!op.take_abort(issued)) {
+    const int following = item < 0 ? -1 : next();
+    const auto its = load(following);
+    issued = op.ask_abort();
+    visit(item, loaded);
+    if (item < 0) return true;
+    item = following;
+    loaded = its;
+  }
+  return false;
 }
 
 // Like push_chunks, one token at a time and pipelined: begin(token, packed_of) stores the previous token and starts to
@@ -121,17 +141,12 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  Tokens tokens(
-      op, items, top_k, /*ahead=*/true, [&](int token, int k) { return sink.packed(token, k); },
-      [](int, int, int packed) { return packed; });
-  for (int token = 0; token >= 0;) {
-    token = tokens.next([&](int token) { announcer.after(token, writer); });
-    if (tokens.failed())
-      encoder.drop();
-    else
-      begin(token, [&](int k) { return tokens.value(token, k); });
+  const auto load = [&](int token) { return token < 0 ? -1 : sink.packed(token, op.coop.lane); };
+  const auto visit = [&](int token, int mine) {
+    begin(token, [&](int k) { return k == op.coop.lane || op.coop.lane >= top_k ? mine : sink.packed(token, k); });
     announcer.begun(token, writer);
-  }
+  };
+  if (!look_ahead(op, items.next(), [&] { return items.next(); }, load, visit)) encoder.drop();
   announcer.finish(writer);
 }
 
