@@ -180,8 +180,8 @@ class Op {
   JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
   JAX_EP_FN int take_ticket(uint64_t issued) const { return coop.broadcast(static_cast<int>(issued)); }
 
-  // False once the group has failed. Call before every row: a rank must not write to a peer that gave up. All lanes
-  // call.
+  // False once the group has failed. Call before every row, or every few rows: a peer that gives up waits until this
+  // rank has ended the op, or for its grace. All lanes call.
   JAX_EP_FN bool may_push() const { return !take_abort(ask_abort()); }
   // ask_abort() loads the abort word, take_abort() tells all lanes whether lane 0 saw it raised. Lanes that disagree
   // would wait for each other forever.

@@ -56,7 +56,7 @@ class RowStream {
     ++taken_;
     return reader_.take();
   }
-  // Whether a release is due: because no further batch comes before it, or soon none will.
+  // Whether a release is due: because no batch is left to take, or there are too few stages to put it off.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
 
   // How many batches are to be released.

@@ -62,10 +62,9 @@ class RowSum {
   }
   JAX_EP_FN void sums_to(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
     if (stream_.in_bulk()) return stream_.begin(terms, sinks, cut(width));
-    for (Lanes left = used_lanes(terms, sinks); left;) {
-      const Lanes lanes = lanes_of_first_sum(left, terms.stride());
-      sum_directly(terms.within(lanes), sinks.within(lanes), width);
-      left &= ~lanes;
+    for (int first = 0; first < Coop::lanes; first += terms.stride()) {
+      const Lanes lanes = first_lanes(terms.stride()) << first;
+      if (used_lanes(terms, sinks) & lanes) sum_directly(terms.within(lanes), sinks.within(lanes), width);
     }
   }
   JAX_EP_FN void drop() { stream_.drop(); }

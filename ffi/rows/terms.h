@@ -46,7 +46,6 @@ class LaneTerms {
     const bool mine = lanes >> coop_->lane & 1;
     return {*coop_, {mine ? mine_.row : nullptr, mine_.weight}, holders_ & lanes};
   }
-  JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN Lanes holders() const { return holders_; }
   // This lane's row, or null.
   JAX_EP_FN Row* mine() const { return mine_.row; }

@@ -27,7 +27,7 @@ def draw_shape(rng: Rng, size: int) -> dict[str, int]:
     tokens = int(rng.integers(1, 17) if kind < 0.65 else rng.integers(17, 80) if kind < 0.92 else 0)
     top_k = int(pick(rng, 1, 1, 2, 2, 3, 4, 6, 8))
     if kind > 0.96:
-        tokens, top_k = pick(rng, *CHUNK_EDGES), min(top_k, 2)
+        tokens, top_k = pick(rng, *CHUNK_EDGES), min(top_k, 4)
     return {"tokens": tokens, "top_k": top_k, "num_experts": size * int(pick(rng, 1, 1, 2, 2, 3, 5, 16, 40))}
 
 

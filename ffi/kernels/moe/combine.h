@@ -297,7 +297,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GroupedCombineArgs& args, cons
 }
 
 inline std::variant<CombineArgs, GroupedCombineArgs> kernel_of(const CombineArgs& args, int ranks) {
-  if (takes_groups(args.num_tokens, combine_width(args, ranks))) return GroupedCombineArgs{args};
+  if (takes_groups(args.num_tokens, args.top_k, combine_width(args, ranks))) return GroupedCombineArgs{args};
   return args;
 }
 

@@ -13,8 +13,8 @@
 
 namespace jax_ep {
 
-// Whether to sum long batches. Long batches save instructions, but start slowly, and waste lanes if a row does not fill
-// them. So a row must fill at least three quarters of its batches. Tuned with `kernels_bench 2`.
+// Whether to sum long batches. They save instructions, but start slowly, and waste lanes if they are not full. A row is
+// cut into batches of one size, which must be at least three quarters of the largest. Tuned with `kernels_bench 2`.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
   const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
   const int even = even_packs(ceil_div(row, lanes), kRowPacks);
@@ -74,6 +74,7 @@ class CombineGroups {
         break;
       }
       const auto group = groups.next();
+      groups.look_ahead();
       issued = op_.ask_abort();  // the load is hidden by the sums
       more = group.items.begin < group.items.end;
       const int item = group.items.begin + groups.item(), k = groups.position();
@@ -127,6 +128,7 @@ class CombineGroups {
     int latest_chunk = -1;
     for (;;) {
       const auto group = groups.next();
+      groups.look_ahead();
       const bool more = group.items.begin < group.items.end;
       if (more && schedule.chunk_of(group.items.begin) != latest_chunk) {
         latest_chunk = schedule.chunk_of(group.items.begin);
@@ -160,10 +162,10 @@ class CombineGroups {
         fill_row(op_.coop, op_.coop.from_lane(out, lowest_bit(left)), 0xff, int64_t{args_.hidden} * sizeof(T));
       if (args_.returned && own && here) {
         float& scalar = args_.returned[int64_t{token} * top_k + k];
-        if (args_.scalars && group.mine.own.row >= 0)
-          scalar = args_.scalars[table(me, token) + k];
-        else if (group.mine.target < 0)
+        if (group.mine.target < 0)
           scalar = 0.0f;  // no rank sends one
+        else if (args_.scalars && group.mine.own.row >= 0)
+          scalar = args_.scalars[table(me, token) + k];
       }
     }
   }

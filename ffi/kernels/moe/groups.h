@@ -13,23 +13,23 @@ namespace jax_ep {
 
 static_assert(kEagerTokens % Coop::lanes == 0, "groups must not have both eager tokens and others");
 
-// Whether items of `tokens` tokens, each of which takes `width` lanes, are taken in groups.
-JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int width) {
-  return Coop::lanes > 1 && tokens > kFewTokens && width <= Coop::lanes;
+// Whether an op of `tokens` tokens takes its items in groups. An item has `top_k` assignments and needs `width` lanes.
+JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int width) {
+  return Coop::lanes > 1 && tokens > kFewTokens && top_k > 0 && width <= Coop::lanes;
 }
 
 // How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups. A power of
 // two, so that no group has both eager tokens and others.
 JAX_EP_FN int group_items(int items, int width, int coops) {
   constexpr int kGroupsPerCoop = 4;  // tuned with `kernels_bench 2`
-  const int most = smaller(Coop::lanes / width, items / (kGroupsPerCoop * larger(1, coops)));
+  const int most = smaller(Coop::lanes / width, items / (kGroupsPerCoop * coops));
   int count = 1;
   while (2 * count <= most) count *= 2;
   return count;
 }
 // For the senders of an op that pushes `tokens` tokens.
 JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k) {
-  return takes_groups(tokens, top_k) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
+  return takes_groups(tokens, top_k, top_k) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
 }
 
 // Neighbouring items. Lane i has the value of item `items.begin + i / width`, position i % width.
@@ -39,10 +39,11 @@ struct ItemGroup {
   Value mine{};
 };
 
-// next() returns group after group. While the coop works on a group, the values of the next group are loaded.
+// next() returns group after group. look_ahead() claims the group after that, and loads its values while the coop works
+// on this one.
 //
-// claim() returns the items of the next group, at most Coop::lanes / width, or none. load(item, position) loads a
-// value, or returns none for a negative item.
+// claim() returns the items of a group, at most Coop::lanes / width, or none, and then none from there on. It may wait.
+// load(item, position) loads a value, or returns none for a negative item.
 template <class Claim, class Load>
 class ItemGroups {
  public:
@@ -56,23 +57,22 @@ class ItemGroups {
   JAX_EP_FN int position() const { return position_; }
 
   JAX_EP_FN ItemGroup<Value> next() {
-    const ItemGroup<Value> now = begun_ ? then_ : claimed();
-    begun_ = true;
-    then_ = claimed();
-    return now;
+    if (!ahead_) look_ahead();
+    ahead_ = false;
+    return then_;
+  }
+  JAX_EP_FN void look_ahead() {
+    const Range items = claim_();
+    const int item = items.begin + item_;
+    then_ = {items, load_(item < items.end ? item : -1, position_)};
+    ahead_ = true;
   }
 
  private:
-  JAX_EP_FN ItemGroup<Value> claimed() {
-    const Range items = claim_();
-    const int item = items.begin + item_;
-    return {items, load_(item < items.end ? item : -1, position_)};
-  }
-
   Claim claim_;
   Load load_;
   const int item_, position_;
-  bool begun_ = false;
+  bool ahead_ = false;  // whether the next group is claimed: it is `then_`
   ItemGroup<Value> then_;
 };
 
@@ -84,8 +84,9 @@ JAX_EP_FN ItemGroups<Claim, Load> groups_of(const Coop& coop, int width, Claim c
 // The tokens of `items`, one by one, and an address for each of a token's `top_k` assignments: resolve(token, k,
 // packed) of what load(token, k) has loaded, or null. All lanes call.
 //
-// If `ahead`, a group of tokens is loaded while the group before is under way, and resolved by all lanes at once.
-// Otherwise a token is loaded when its addresses are asked for, and the first token begins sooner.
+// If `ahead`, what is known of a group of tokens is loaded while the group before is under way, and resolved by all
+// lanes at once. Otherwise it is loaded for each token when its addresses are asked for, and the first token begins
+// sooner.
 template <class Items, class Load, class Resolve>
 class Tokens {
  public:
@@ -96,7 +97,7 @@ class Tokens {
         resolve_(resolve),
         top_k_(top_k),
         ahead_(ahead),
-        groups_(op.coop, smaller(top_k, Coop::lanes), Claim{&items}, load),
+        groups_(op.coop, ahead ? top_k : 1, Claim{&items}, load),
         issued_(op.ask_abort()) {}
 
   // The next token, or -1 if there is none or the group has failed. Calls skipped(token) for a token that is known to
@@ -111,6 +112,8 @@ class Tokens {
       if (token_ == tokens_.end && !next_group()) return -1;
       first_lane_ = (token_ - tokens_.begin) * top_k_;
       const int token = token_++;
+      // At half of the group, because the claim waits for the rows of tokens that are not eager.
+      if (token == (tokens_.begin + tokens_.end) / 2) groups_.look_ahead();
       if (holders_ >> first_lane_ & first_lanes(top_k_)) return token;
       skipped(token);
     }
@@ -129,7 +132,8 @@ class Tokens {
     JAX_EP_FN Range operator()() const { return items->next_range(); }
   };
 
-  // The abort word is loaded a step ahead, or while a ticket is drawn, which hides its latency.
+  // Looks at the abort word as it was at the call before, or while a ticket was drawn, which hides its latency. So up
+  // to two groups may follow an abort.
   JAX_EP_FN bool may_push() {
     const bool failed = op_.take_abort(issued_);
     issued_ = op_.ask_abort();
@@ -137,9 +141,10 @@ class Tokens {
   }
   JAX_EP_FN bool next_group() {
     const auto group = groups_.next();
-    tokens_ = group.items;
+    const bool more = may_push() && op_.ok() && group.items.begin < group.items.end;
+    tokens_ = more ? group.items : Range{0, 0};
     token_ = tokens_.begin;
-    if (!may_push() || token_ == tokens_.end) return false;
+    if (!more) return false;
     mine_ = resolve_(smaller(token_ + groups_.item(), tokens_.end - 1), groups_.position(), group.mine);
     holders_ = static_cast<Lanes>(op_.coop.ballot(mine_ != nullptr));
     return true;
@@ -150,7 +155,7 @@ class Tokens {
   const Load load_;
   const Resolve resolve_;
   const int top_k_;
-  const bool ahead_;  // then top_k is at most Coop::lanes
+  const bool ahead_;  // then top_k is 1 to Coop::lanes
   ItemGroups<Claim, Load> groups_;
   uint64_t issued_;
   Range tokens_{0, 0};

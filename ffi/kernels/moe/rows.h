@@ -40,11 +40,12 @@ struct TokenSchedule {
   }
 };
 
-// Whether no assignment of the token before the k-th has this owner. All lanes call, each with its own k, and perhaps
-// with its own token.
+// Whether no assignment of the token before the k-th has this owner. All lanes call, each with its own k and, if top_k
+// is at most Coop::lanes, perhaps with its own token.
 template <class OwnerOf>
 JAX_EP_FN bool first_at_owner(const Coop& coop, int top_k, int token, int k, int owner, OwnerOf owner_of) {
-  if (Coop::lanes > 1 && top_k <= Coop::lanes) return coop.match(token * (kMaxRanks + 1) + owner).below == 0;
+  if (Coop::lanes > 1 && top_k <= Coop::lanes)
+    return coop.match(static_cast<int>(static_cast<uint32_t>(token) * (kMaxRanks + 1) + owner)).below == 0;
   for (int j = 0; j < k && k < top_k; ++j)
     if (owner_of(j) == owner) return false;
   return true;
@@ -95,7 +96,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k), packed, sink);
+  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k, top_k), packed, sink);
   int stolen = -1;
   const auto next = [&] {
     const int token = stolen;
