@@ -12,13 +12,13 @@ struct Cut {
   int row_bytes, batch_bytes;
 };
 
-// A job has the rows of one sum, or of several, and the sinks of the results. The rows of a sum are read part by part.
+// A job has some rows, which are read part by part, and the sinks of the result.
 template <class Row, class Sinks>
 class RowStream {
  public:
   // `writer_bytes`: shared memory of a writer that works at the same time.
   JAX_EP_FN RowStream(const Coop& coop, int stage_bytes, bool bulk, int writer_bytes)
-      : lanes_before_(first_lanes(coop.lane)), reader_(coop, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
+      : reader_(coop, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
 
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }
@@ -26,7 +26,7 @@ class RowStream {
   // A job begins in three steps: ask_for() requests its rows, finish() ends the job before, begin() starts the job.
   // Between ask_for() and begin() the caller may wait for something, while the rows are under way.
   JAX_EP_FN void ask_for(const LaneTerms<const Row>& rows, Cut cut) {
-    then_ = {reinterpret_cast<const char*>(rows.mine()), rows.holders(), rows.stride(), 0, 0, cut};
+    then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
     ask();
   }
   JAX_EP_FN void begin(const LaneTerms<const Row>& rows, const Sinks& sinks, Cut cut) {
@@ -51,16 +51,13 @@ class RowStream {
     begun_bytes_ = 0;
   }
 
-  // The next batch. The order is, sum by sum: the first part of every row, the second part of every row, and so on.
+  // The next batch. The order is: the first part of every row, the second part of every row, and so on.
   JAX_EP_FN const char* take() {
     ++taken_;
     return reader_.take();
   }
-  // Whether a release is due: because no batch is left to take, or there are too few stages to put it off.
+  // Whether a release is due: because no further batch comes before it, or soon none will.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
-
-  // How many batches are to be released.
-  JAX_EP_FN int taken() const { return taken_; }
 
   // The caller has read all batches that it took.
   JAX_EP_FN void release() {
@@ -71,41 +68,35 @@ class RowStream {
   }
 
  private:
-  // The requests of a job. `left`: the lanes whose rows are not read to their end. `row` and `offset` say which batch
+  // The requests of a job. This lane has one of its rows, the `number`-th, or none. `row` and `offset` say which batch
   // comes next.
   struct Asked {
     const char* mine = nullptr;
-    Lanes left = 0;
-    int stride = Coop::lanes, row = 0, offset = 0;
+    int number = 0, rows = 0, row = 0, offset = 0;
     Cut cut{0, 0};
   };
 
+  JAX_EP_FN bool done(const Asked& job) const { return job.rows == 0 || job.offset >= job.cut.row_bytes; }
+
   JAX_EP_FN void ask() {
     for (;;) {
-      if (!now_.left) {
+      if (done(now_)) {
         now_ = then_;
         then_ = {};
       }
-      if (free_ == 0 || !now_.left) return;
-      // Rows of a single part are read in the order of lanes, whatever sums they belong to.
-      const bool single = now_.cut.row_bytes <= now_.cut.batch_bytes;
-      const Lanes lanes = single ? now_.left : now_.left & lanes_of_first_sum(now_.left, now_.stride);
-      const int rows = count_bits(lanes), count = smaller(free_, rows - now_.row);
+      if (free_ == 0 || done(now_)) return;
+      const int count = smaller(free_, now_.rows - now_.row);
       const int bytes = smaller(now_.cut.batch_bytes, now_.cut.row_bytes - now_.offset);
-      const int mine = lanes & (lanes_before_ + 1) ? count_bits(lanes & lanes_before_) - now_.row : -1;
+      const int mine = now_.mine ? now_.number - now_.row : -1;
       reader_.ask(mine, count, now_.mine + now_.offset, bytes);
       free_ -= count;
       now_.row += count;
-      if (now_.row < rows) continue;
+      if (now_.row < now_.rows) continue;
       now_.row = 0;
       now_.offset += now_.cut.batch_bytes;
-      if (now_.offset < now_.cut.row_bytes) continue;
-      now_.offset = 0;
-      now_.left &= ~lanes;
     }
   }
 
-  const Lanes lanes_before_;  // this one
   RowReader reader_;
   int free_, taken_ = 0;
   Asked now_, then_;

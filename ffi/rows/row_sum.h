@@ -1,12 +1,15 @@
 // Sums rows in float32, from wherever they are, to one sink or several.
 #pragma once
 
+#include <type_traits>
+
 #include "comm/copy.h"
 #include "comm/integers.h"
 #include "rows/direct_sum.h"
 #include "rows/movers.h"
 #include "rows/pack.h"
 #include "rows/row_stream.h"
+#include "rows/sums_stream.h"
 #include "rows/terms.h"
 
 namespace jax_ep {
@@ -105,10 +108,13 @@ class RowSum {
   };
 
   JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
-    if constexpr (!kSeveral) return sum_one(terms, sinks, width);
-    for (int first = 0; first < Coop::lanes; first += terms.stride()) {
-      const Lanes lanes = first_lanes(terms.stride()) << first;
-      if (used_lanes(terms, sinks) & lanes) sum_one(terms.within(lanes), sinks.within(lanes), width);
+    if constexpr (kSeveral) {
+      for (int first = 0; first < Coop::lanes; first += terms.stride()) {
+        const Lanes lanes = first_lanes(terms.stride()) << first;
+        if (used_lanes(terms, sinks) & lanes) sum_one(terms.within(lanes), sinks.within(lanes), width);
+      }
+    } else {
+      sum_one(terms, sinks, width);
     }
   }
   JAX_EP_FN void sum_one(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
@@ -119,6 +125,14 @@ class RowSum {
     return terms.holders() | sinks.holders();
   }
 
+  // One of several sums may have a single row, and a release for each would cost more than it brings.
+  JAX_EP_FN bool release_is_due(bool last) const {
+    if constexpr (kSeveral)
+      return stream_.taken() >= 3 || stream_.spent();
+    else
+      return last || stream_.spent();
+  }
+
   template <int kUsed>
   JAX_EP_FN void sum_batch(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int first, int values) {
     if constexpr (kFewer<kUsed> < kUsed)
@@ -127,9 +141,7 @@ class RowSum {
     for (auto left = terms.holders(); left;) {
       add_batch(reinterpret_cast<const T*>(stream_.take()), terms.weight_in(lowest_bit(left)), total);
       left &= left - 1;
-      // One of several sums may have a single row, and a release for each would cost more than it brings.
-      const bool due = kSeveral ? stream_.taken() >= 3 : !left;
-      if (due || stream_.spent()) stream_.release();
+      if (release_is_due(!left)) stream_.release();
     }
     writer_.put(sinks, int64_t{first} * sizeof(T), values * static_cast<int>(sizeof(T)), [&](char* to) {
       for (int i = 0; i < kUsed; ++i) rounded(total[i]).store(reinterpret_cast<T*>(to) + at(i));
@@ -210,7 +222,7 @@ class RowSum {
   const Coop& coop_;
   const bool words_;
   const int batch_;  // values
-  RowStream<T, LaneTerms<char>> stream_;
+  std::conditional_t<kSeveral, SumsStream<T, LaneTerms<char>>, RowStream<T, LaneTerms<char>>> stream_;
   RowWriter writer_;
 };
 

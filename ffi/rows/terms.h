@@ -47,8 +47,10 @@ class LaneTerms {
     return {*coop_, {mine ? mine_.row : nullptr, mine_.weight}, holders_ & lanes};
   }
   JAX_EP_FN Lanes holders() const { return holders_; }
-  // This lane's row, or null.
+  // mine(): this lane's row, or null. before(): how many rows the lanes before it have.
   JAX_EP_FN Row* mine() const { return mine_.row; }
+  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
+  JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
   // All lanes see the same terms, and null past the last.
