@@ -383,10 +383,13 @@ def grouped_product(
     elif kind == "contracted":
         call = _by("grouped_outer", by_xla, settings, dtype, left, right, sizes)
     else:
-        if kind == "transposed" and dtype != left.dtype and not isinstance(right, GatheredRows):
-            if _choose(settings, dtype, left, right, sizes) == "core":
-                # The core has no float32 result of matrices that are stored [N, K].
-                return grouped_product("plain", settings, dtype, left, jnp.swapaxes(right, 1, 2), sizes)
+        if (
+            kind == "transposed"
+            and dtype != left.dtype
+            and not isinstance(right, GatheredRows)
+            and _choose(settings, dtype, left, right, sizes) == "core"
+        ):  # which has no float32 result of matrices that are stored [N, K]
+            return grouped_product("plain", settings, dtype, left, jnp.swapaxes(right, 1, 2), sizes)
         transposed = {"transpose_rhs": True} if kind == "transposed" else {}
         call = _by("grouped_matmul", by_xla, settings, dtype, left, right, sizes, **transposed)
     return call(left, right, sizes)
