@@ -173,7 +173,7 @@ TEST_CASE("errors: a failed group ends its later ops at once") {
   const auto began = std::chrono::steady_clock::now();
   for (int op = 0; op < 60; ++op) dispatch_on_all_ranks(group, ranks, Way::few, /*absent=*/3);
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
-  expect(took.count() < 3.0, "a failed group ends its ops at once");  // 60 graces are 6 s
+  expect(took.count() < 5.0, "a failed group ends its ops at once");  // 60 graces are 6 s, and the threads take 2.5 s
   expect(std::isnan(ranks[0].rows[0]), "nothing is delivered");
 }
 
