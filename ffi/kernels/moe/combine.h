@@ -138,23 +138,12 @@ class Combine {
     return {batches.begin * kSumValues<T>, smaller(batches.end * kSumValues<T>, args_.hidden)};
   }
 
-  JAX_EP_FN int64_t table(int source, int token) const {
-    return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
-  }
-
   JAX_EP_FN Assigned assigned(int source, int token, int k) const {
-    if (k >= args_.top_k) return {};
-    const int64_t at = table(source, token) + k;
-    return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
+    return k < args_.top_k ? jax_ep::assigned(args_, source, token, k) : Assigned{};
   }
   JAX_EP_FN WeightedRow<const T> own_term(Assigned assigned, int column) {
     const int row = row_bound_.index(assigned.row);
     return {row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden + column, assigned.weight};
-  }
-
-  template <class Pointer>
-  JAX_EP_FN Pointer* landed(Pointer* landing, int owner, int token) const {
-    return landing + (int64_t{owner} * args_.num_tokens + token) * args_.hidden;
   }
 
   JAX_EP_FN auto sink(T* row) const {
@@ -173,7 +162,7 @@ class Combine {
     const auto there = [&] {  // the first rows come while peers are waited for
       wait_posted();
       T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(source) : nullptr;
-      return sink(landing ? landed(landing, op_.comm.rank, token) + columns.begin : nullptr);
+      return sink(landing ? landed(args_, landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
     rows_.sum_to(terms, there, columns.end - columns.begin);
     return true;
@@ -190,7 +179,7 @@ class Combine {
     wait_posted();
     if (!op_.ok()) return;
     float* there = Window<float>(op_, kWindow<&CombineArgs::returned>).peer(source) + int64_t{token} * args_.top_k;
-    const int64_t at = table(source, token);
+    const int64_t at = entries_of(args_, source, token);
     for (int k = op_.coop.lane; k < args_.top_k; k += Coop::lanes)
       if (args_.row_of[at + k] >= 0) there[k] = args_.scalars[at + k];
   }
@@ -231,7 +220,7 @@ class Combine {
       const bool mine = i == op_.coop.lane || op_.coop.lane >= count;
       if (i >= me && i < own_end) return own_term(mine ? known.own : assigned(me, token, i - me), columns.begin);
       const int rank = i < me ? i : i - args_.top_k + 1;
-      return {owners >> rank & 1 ? landed(landing, rank, token) + columns.begin : nullptr, 1.0f};
+      return {owners >> rank & 1 ? landed(args_, landing, rank, token) + columns.begin : nullptr, 1.0f};
     });
     T* out = reinterpret_cast<T*>(args_.combined) + int64_t{token} * args_.hidden + columns.begin;
     const int width = columns.end - columns.begin;

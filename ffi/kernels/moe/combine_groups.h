@@ -27,6 +27,20 @@ struct Assigned {
   float weight = 0;
 };
 
+// Where a token's entries begin in the tables of a routing, [R, T, K].
+JAX_EP_FN int64_t entries_of(const CombineArgs& args, int source, int token) {
+  return (int64_t{source} * args.num_tokens + token) * args.top_k;
+}
+JAX_EP_FN Assigned assigned(const CombineArgs& args, int source, int token, int k) {
+  const int64_t at = entries_of(args, source, token) + k;
+  return {args.row_of[at], args.weights ? args.weights[at] : 1.0f};
+}
+// The partial sum of a token by `owner`, in a landing.
+template <class T>
+JAX_EP_FN T* landed(const CombineArgs& args, T* landing, int owner, int token) {
+  return landing + (int64_t{owner} * args.num_tokens + token) * args.hidden;
+}
+
 template <class T>
 class CombineGroups {
  public:
@@ -54,7 +68,7 @@ class CombineGroups {
     const auto source_of = [&](int item) { return (op_.comm.rank + 1 + item % peers) % op_.comm.size; };
     auto groups = groups_of(
         op_.coop, top_k, [&] { return items.next_range(); },
-        [&](int item, int k) { return item < 0 ? Assigned{} : assigned(source_of(item), item / peers, k); });
+        [&](int item, int k) { return item < 0 ? Assigned{} : assigned(args_, source_of(item), item / peers, k); });
     op_.wait_posted();
     op_.enter(Phase::send);
     const LaneWindow<T> landings(op_, kWindow<&CombineArgs::landing>);
@@ -86,11 +100,12 @@ class CombineGroups {
       summed = group.items;
       T* const landing = landings.peer(source);
       const bool first = k == 0 && (terms.holders() & first_lanes(top_k) << op_.coop.lane);
-      char* to = landing && first ? reinterpret_cast<char*>(landed(landing, op_.comm.rank, token)) : nullptr;
+      char* to = landing && first ? reinterpret_cast<char*>(landed(args_, landing, op_.comm.rank, token)) : nullptr;
       if (more) rows_.sums_to(terms, in_lanes(to, 1.0f, top_k), args_.hidden);
       if (!args_.scalars) continue;
       float* const scalars = returned.peer(source);
-      if (scalars && row >= 0) scalars[int64_t{token} * top_k + k] = args_.scalars[table(source, token) + k];
+      if (scalars && row >= 0)
+        scalars[int64_t{token} * top_k + k] = args_.scalars[entries_of(args_, source, token) + k];
     }
     row_bound_.report_to_all(op_);
     announcer.finish(rows_);
@@ -123,7 +138,7 @@ class CombineGroups {
     auto groups = groups_of(op_.coop, width, claim, [&](int token, int at) -> Known {
       const int k = at - me;
       if (token < 0 || k < 0 || k >= top_k) return {};
-      return {assigned(me, token, k), args_.targets[int64_t{token} * top_k + k]};
+      return {assigned(args_, me, token, k), args_.targets[int64_t{token} * top_k + k]};
     });
     int latest_chunk = -1;
     for (;;) {
@@ -145,7 +160,8 @@ class CombineGroups {
       const T* row = nullptr;
       for (int peer = 0; peer < op_.comm.size; ++peer) {
         const bool sends = static_cast<Lanes>(op_.coop.ballot(owner == peer)) & lanes;
-        if (sends && !own && here && rank == peer) row = landed(reinterpret_cast<const T*>(args_.landing), rank, token);
+        if (sends && !own && here && rank == peer)
+          row = landed(args_, reinterpret_cast<const T*>(args_.landing), rank, token);
       }
       received_ += row ? 1 : 0;
       if (own && here) {
@@ -165,7 +181,7 @@ class CombineGroups {
         if (group.mine.target < 0)
           scalar = 0.0f;  // no rank sends one
         else if (args_.scalars && group.mine.own.row >= 0)
-          scalar = args_.scalars[table(me, token) + k];
+          scalar = args_.scalars[entries_of(args_, me, token) + k];
       }
     }
   }
@@ -186,17 +202,6 @@ class CombineGroups {
   template <class Row>
   JAX_EP_FN LaneTerms<Row> in_lanes(Row* row, float weight, int stride) const {
     return {op_.coop, {row, weight}, static_cast<Lanes>(op_.coop.ballot(row != nullptr)), stride};
-  }
-  JAX_EP_FN int64_t table(int source, int token) const {
-    return (int64_t{source} * args_.num_tokens + token) * args_.top_k;
-  }
-  JAX_EP_FN Assigned assigned(int source, int token, int k) const {
-    const int64_t at = table(source, token) + k;
-    return {args_.row_of[at], args_.weights ? args_.weights[at] : 1.0f};
-  }
-  template <class Pointer>
-  JAX_EP_FN Pointer* landed(Pointer* landing, int owner, int token) const {
-    return landing + (int64_t{owner} * args_.num_tokens + token) * args_.hidden;
   }
 
   Op& op_;
