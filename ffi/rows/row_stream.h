@@ -12,8 +12,43 @@ struct Cut {
   int row_bytes, batch_bytes;
 };
 
-// A job has some rows, which are read part by part, and the sinks of the result.
-template <class Row, class Sinks>
+// `count` batches, of which this lane's `mine`-th is at `from`; see RowReader::ask.
+struct Batches {
+  int mine, count;
+  const char* from;
+  int bytes;
+};
+
+// The batches of a job's rows that are not asked for yet: the first part of every row, the second part of every row,
+// and so on. This lane has one of the rows, the `number`-th, or none.
+class RowRequests {
+ public:
+  RowRequests() = default;
+  template <class Row>
+  JAX_EP_FN RowRequests(const LaneTerms<const Row>& rows, Cut cut)
+      : mine_(reinterpret_cast<const char*>(rows.mine())), number_(rows.before()), rows_(rows.present()), cut_(cut) {}
+
+  JAX_EP_FN bool done() const { return rows_ == 0 || offset_ >= cut_.row_bytes; }
+  // At most `most` batches that come next.
+  JAX_EP_FN Batches next(int most) {
+    const int count = smaller(most, rows_ - row_);
+    const int bytes = smaller(cut_.batch_bytes, cut_.row_bytes - offset_);
+    const Batches batches{mine_ ? number_ - row_ : -1, count, mine_ + offset_, bytes};
+    row_ += count;
+    if (row_ < rows_) return batches;
+    row_ = 0;
+    offset_ += cut_.batch_bytes;
+    return batches;
+  }
+
+ private:
+  const char* mine_ = nullptr;
+  int number_ = 0, rows_ = 0, row_ = 0, offset_ = 0;
+  Cut cut_{0, 0};
+};
+
+// A job has some rows, which are read part by part, and the sinks of the result. `Requests`: the order of the batches.
+template <class Row, class Sinks, class Requests = RowRequests>
 class RowStream {
  public:
   // `writer_bytes`: shared memory of a writer that works at the same time.
@@ -26,7 +61,7 @@ class RowStream {
   // A job begins in three steps: ask_for() requests its rows, finish() ends the job before, begin() starts the job.
   // Between ask_for() and begin() the caller may wait for something, while the rows are under way.
   JAX_EP_FN void ask_for(const LaneTerms<const Row>& rows, Cut cut) {
-    then_ = {reinterpret_cast<const char*>(rows.mine()), rows.before(), rows.present(), 0, 0, cut};
+    then_ = Requests(rows, cut);
     ask();
   }
   JAX_EP_FN void begin(const LaneTerms<const Row>& rows, const Sinks& sinks, Cut cut) {
@@ -45,19 +80,21 @@ class RowStream {
 
   // Forgets the last job.
   JAX_EP_FN void drop() {
-    now_ = then_ = {};
+    now_ = then_ = Requests();
     while (free_ + taken_ < reader_.depth()) take();
     if (begun_bytes_) release();
     begun_bytes_ = 0;
   }
 
-  // The next batch. The order is: the first part of every row, the second part of every row, and so on.
+  // The next batch.
   JAX_EP_FN const char* take() {
     ++taken_;
     return reader_.take();
   }
   // Whether a release is due: because no further batch comes before it, or soon none will.
   JAX_EP_FN bool spent() const { return reader_.depth() < 4 || free_ + taken_ == reader_.depth(); }
+
+  JAX_EP_FN int taken() const { return taken_; }  // batches that are to be released
 
   // The caller has read all batches that it took.
   JAX_EP_FN void release() {
@@ -68,38 +105,22 @@ class RowStream {
   }
 
  private:
-  // The requests of a job. This lane has one of its rows, the `number`-th, or none. `row` and `offset` say which batch
-  // comes next.
-  struct Asked {
-    const char* mine = nullptr;
-    int number = 0, rows = 0, row = 0, offset = 0;
-    Cut cut{0, 0};
-  };
-
-  JAX_EP_FN bool done(const Asked& job) const { return job.rows == 0 || job.offset >= job.cut.row_bytes; }
-
   JAX_EP_FN void ask() {
     for (;;) {
-      if (done(now_)) {
+      if (now_.done()) {
         now_ = then_;
-        then_ = {};
+        then_ = Requests();
       }
-      if (free_ == 0 || done(now_)) return;
-      const int count = smaller(free_, now_.rows - now_.row);
-      const int bytes = smaller(now_.cut.batch_bytes, now_.cut.row_bytes - now_.offset);
-      const int mine = now_.mine ? now_.number - now_.row : -1;
-      reader_.ask(mine, count, now_.mine + now_.offset, bytes);
-      free_ -= count;
-      now_.row += count;
-      if (now_.row < now_.rows) continue;
-      now_.row = 0;
-      now_.offset += now_.cut.batch_bytes;
+      if (free_ == 0 || now_.done()) return;
+      const Batches batches = now_.next(free_);
+      reader_.ask(batches.mine, batches.count, batches.from, batches.bytes);
+      free_ -= batches.count;
     }
   }
 
   RowReader reader_;
   int free_, taken_ = 0;
-  Asked now_, then_;
+  Requests now_, then_;  // of the job that is read, and of the one after it
   LaneTerms<const Row> rows_;
   Sinks sinks_;
   int begun_bytes_ = 0;  // of a row of the job that was begun

@@ -9,7 +9,7 @@
 #include "rows/movers.h"
 #include "rows/pack.h"
 #include "rows/row_stream.h"
-#include "rows/sums_stream.h"
+#include "rows/sum_requests.h"
 #include "rows/terms.h"
 
 namespace jax_ep {
@@ -222,7 +222,7 @@ class RowSum {
   const Coop& coop_;
   const bool words_;
   const int batch_;  // values
-  std::conditional_t<kSeveral, SumsStream<T, LaneTerms<char>>, RowStream<T, LaneTerms<char>>> stream_;
+  RowStream<T, LaneTerms<char>, std::conditional_t<kSeveral, SumRequests, RowRequests>> stream_;
   RowWriter writer_;
 };
 

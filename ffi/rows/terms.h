@@ -49,7 +49,8 @@ class LaneTerms {
   JAX_EP_FN Lanes holders() const { return holders_; }
   // mine(): this lane's row, or null. before(): how many rows the lanes before it have.
   JAX_EP_FN Row* mine() const { return mine_.row; }
-  JAX_EP_FN int before() const { return count_bits(holders_ & ((Lanes{1} << coop_->lane) - 1)); }
+  JAX_EP_FN int before() const { return count_bits(holders_ & lanes_before()); }
+  JAX_EP_FN Lanes lanes_before() const { return first_lanes(coop_->lane); }
   JAX_EP_FN int present() const { return count_bits(holders_); }
   JAX_EP_FN float weight_in(int lane) const { return coop_->from_lane(mine_.weight, lane); }
 
