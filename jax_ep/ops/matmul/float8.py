@@ -146,7 +146,8 @@ def float8_product(dtype: Any, lhs: Float8Rows | GatheredRows, rhs: Float8Weight
 
     The error of XLA's result is at most 2^-7 of the sum of the terms' magnitudes.
     """
-    lhs, rhs, group_sizes = vary.vary_alike(None, *without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs)), group_sizes)
+    lhs, rhs = without_gradient(NO_PRODUCT_GRADIENT, (lhs, rhs))
+    lhs, rhs, group_sizes = vary.vary_alike(None, lhs, rhs, group_sizes)
     core, by_xla = partial(kernels.grouped_matmul, dtype=dtype), partial(_by_xla, dtype=dtype)
     return _on_hopper(core, by_xla, lhs, rhs, group_sizes)
 
