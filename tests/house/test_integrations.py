@@ -79,6 +79,8 @@ MAXTEXT: dict[str, dict[str, Any]] = {
     "deepseek3": DEEPSEEK | {"n_routing_groups": 4, "topk_routing_group": 2, "moe_use_megatron_seq_aux_loss": True},
     "gpt_oss": GPT_OSS | {"routed_bias": True, "gradient_accumulation_steps": 2, "axis": "tensor"},
     "decoding": {"batch": 1, "load_balance_loss_weight": 0.0},
+    "uneven over experts": {"batch": 6},
+    "uneven over both axes": {"batch": 3, "axis": "fsdp"},
     "float8": {"options": {"precision": "float8"}},
     "context": {"axis": "context"},
     "explicit": {"axis": "fsdp", "axis_types": AxisType.Explicit},
