@@ -294,8 +294,8 @@ def easydel() -> ModuleType:
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("biases", [False, True])
-def test_easydel(biases: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("biases", "batch"), [(False, B), (True, 6)])
+def test_easydel(biases: bool, batch: int, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = easydel()
     axes = {moe.DP: "dp", moe.EP: "ep", moe.TP: "tp"}
     one = helpers.mesh_of(dp=1, ep=1, tp=1)
@@ -315,7 +315,7 @@ def test_easydel(biases: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setattr(moe, "resolve_eformer_axis", lambda axis, _: axes[axis])
     monkeypatch.setattr(moe, "grouped_matmul", lambda x, w, sizes, **_: jax.lax.ragged_dot(x, w, sizes))
-    operands = (draw(rng, B, S, D), *draw_experts(rng), *([draw(rng, E, n) for n in (F, F, D)] if biases else []))
+    operands = (draw(rng, batch, S, D), *draw_experts(rng), *([draw(rng, E, n) for n in (F, F, D)] if biases else []))
 
     def call(x: Any, *given: Any) -> Any:
         return layer._sparse_moe_call(x, lambda x: x @ router, *given, act_fn=jax.nn.silu)
