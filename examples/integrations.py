@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 
@@ -33,14 +33,13 @@ def axes_of(*parts: Any) -> tuple[str, ...]:
     return tuple(axis for part in parts if part for axis in ((part,) if isinstance(part, str) else part))
 
 
-def batch_axes(group: jax_ep.Group, size: int) -> tuple[str, ...]:
-    """The mesh axes over which a batch of `size` is spread. If they do not divide it, as in decoding, the group's axes
-    are left out: every rank of the group then has all tokens."""
-    sizes, own = group.mesh.shape, axes_of(group.axis_name)
-    axes = tuple(axis for axis in BATCH_AXES if axis in sizes)
-    if size % math.prod(sizes[axis] for axis in axes) == 0:
-        return axes
-    return tuple(axis for axis in axes if axis not in own and size % sizes[axis] == 0)[:1]
+def dividing(axes: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
+    """Those of the mesh axes that spread a dimension of `size` evenly, from the first axis on."""
+    kept: tuple[str, ...] = ()
+    for axis in axes:
+        if axis in mesh.shape and size % math.prod(mesh.shape[a] for a in (*kept, axis)) == 0:
+            kept += (axis,)
+    return kept
 
 
 def experts_of(
@@ -59,11 +58,12 @@ def experts_of(
     A rank's load is given relative to the even load.
 
     Args:
-      rows: the axes over which B and S are spread; by default B over `batch_axes`.
+      rows: the axes over which B and S are spread; by default B over those of `BATCH_AXES` that divide it. Ranks of
+        the group over which neither is spread share their tokens.
       split: the axes over which the experts' inner width is spread, and D of the sums.
       shard: places an operand; a mesh with Explicit axes needs it.
     """
-    owners, rows = group.axis_name, P(batch_axes(group, len(x)) or None) if rows is None else rows
+    owners, rows = group.axis_name, P(dividing(BATCH_AXES, len(x), group.mesh)) if rows is None else rows
     shared = not {*axes_of(owners)} & {*axes_of(*rows)}
     width, biases = split or None, experts.biases
     specs = dataclasses.replace(
@@ -119,8 +119,8 @@ def maxtext(
         )
     if config.moe_dropless_fallback == "layer":
         raise NotImplementedError("jax_ep in MaxText takes moe_dropless_fallback='step', got 'layer'")
-    batch = "activation_batch" if len(inputs) > 1 else "decode_batch_moe"
-    rows = self._logical_to_mesh_axes((batch, "activation_norm_length", None))
+    rules = self._logical_to_mesh_axes(("activation_batch", "activation_norm_length"))
+    rows = P(*(dividing(axes_of(part), size, group.mesh) for part, size in zip(rules, inputs.shape, strict=False)))
     split = axes_of(*self._logical_to_mesh_axes(("mlp_no_fsdp",)))
     split = tuple(axis for axis in split if axis not in axes_of(*rows))
     shard = self._maybe_shard_with_pspec

@@ -59,6 +59,8 @@ CONFIGURATIONS = {
     "tensor": "ici_fsdp_parallelism=1 ici_tensor_parallelism=2",
     "context": "ici_fsdp_parallelism=1 ici_context_parallelism=2",
     "fsdp_transpose": "ici_fsdp_parallelism=1 ici_fsdp_transpose_parallelism=2",
+    "uneven": "per_device_batch_size=0.75",  # 6 sequences over fsdp 2 and expert 4
+    "one_rank": "per_device_batch_size=0.5 ici_fsdp_parallelism=8 ici_expert_parallelism=1",
     "accumulation": "gradient_accumulation_steps=2",
     "pipeline": "ici_fsdp_parallelism=1 ici_pipeline_parallelism=2 num_pipeline_microbatches=2 per_device_batch_size=2",
     "remat": "remat_policy=custom moe_x_sorted=device moe_mlpwi_0=device",

@@ -79,6 +79,8 @@ MAXTEXT: dict[str, dict[str, Any]] = {
     "deepseek3": DEEPSEEK | {"n_routing_groups": 4, "topk_routing_group": 2, "moe_use_megatron_seq_aux_loss": True},
     "gpt_oss": GPT_OSS | {"routed_bias": True, "gradient_accumulation_steps": 2, "axis": "tensor"},
     "decoding": {"batch": 1, "load_balance_loss_weight": 0.0},
+    "uneven over experts": {"batch": 6},
+    "uneven over both axes": {"batch": 3, "axis": "fsdp"},
     "float8": {"options": {"precision": "float8"}},
     "context": {"axis": "context"},
     "explicit": {"axis": "fsdp", "axis_types": AxisType.Explicit},
@@ -292,8 +294,8 @@ def easydel() -> ModuleType:
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("biases", [False, True])
-def test_easydel(biases: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("biases", "batch"), [(False, B), (True, 6)])
+def test_easydel(biases: bool, batch: int, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> None:
     moe = easydel()
     axes = {moe.DP: "dp", moe.EP: "ep", moe.TP: "tp"}
     one = helpers.mesh_of(dp=1, ep=1, tp=1)
@@ -313,7 +315,7 @@ def test_easydel(biases: bool, rng: Rng, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     monkeypatch.setattr(moe, "resolve_eformer_axis", lambda axis, _: axes[axis])
     monkeypatch.setattr(moe, "grouped_matmul", lambda x, w, sizes, **_: jax.lax.ragged_dot(x, w, sizes))
-    operands = (draw(rng, B, S, D), *draw_experts(rng), *([draw(rng, E, n) for n in (F, F, D)] if biases else []))
+    operands = (draw(rng, batch, S, D), *draw_experts(rng), *([draw(rng, E, n) for n in (F, F, D)] if biases else []))
 
     def call(x: Any, *given: Any) -> Any:
         return layer._sparse_moe_call(x, lambda x: x @ router, *given, act_fn=jax.nn.silu)
