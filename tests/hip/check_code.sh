@@ -17,12 +17,14 @@ for headers in "${ROCM_PATH:-}/include" /opt/rocm/include /usr/include; do
   [ -e "$headers/hip/hip_runtime.h" ] && break
 done
 
-# assemble <source> <file>: without arrays of a lane in LDS, as ffi/CMakeLists.txt has it.
-assemble() {
+compile() {
   # shellcheck disable=SC2086
   ${HIP_CLANG:-clang++-19} -x hip "--offload-arch=$gpu" -nogpulib -std=c++17 -O3 -Wall -Wextra -Werror \
-    -mllvm -disable-promote-alloca-to-lds -idirafter "$headers" -Iffi -Iffi/runtime/hip --cuda-device-only -S "$1" -o "$2"
+    -idirafter "$headers" -Iffi -Iffi/runtime/hip "$@"
 }
+
+# assemble <source> <file>: without arrays of a lane in LDS, as ffi/CMakeLists.txt has it.
+assemble() { compile -mllvm -disable-promote-alloca-to-lds --cuda-device-only -S "$1" -o "$2"; }
 
 assemble tests/hip/order.hip "$work/order.s"
 body() { sed -n "/^$1:/,/s_endpgm/p" "$work/order.s" | tr '\n' ' '; }
@@ -39,10 +41,17 @@ expect claim 'buffer_wbl2 sc0 sc1.*s_waitcnt.*global_atomic_cmpswap_x2[^;]* sc1.
 expect publish_here 'buffer_wbl2 sc1.*s_waitcnt.*global_store_dwordx2[^;]*sc1'
 expect count_here 'buffer_wbl2 sc1.*s_waitcnt.*global_atomic_add_x2.*s_waitcnt.*buffer_inv sc1'
 
+sources=(ffi/runtime/gpu/kernels.cu ffi/runtime/gpu/row_kernels_*.cu)
+compilers=()
+for source in "${sources[@]}"; do
+  { compile --cuda-host-only -fsyntax-only "$source" && assemble "$source" "$work/$(basename "$source").s"; } &
+  compilers+=($!)
+done
+for compiler in "${compilers[@]}"; do wait "$compiler"; done
+
 echo "| kernels | of | vector registers, most | scratch of a lane, bytes, most |"
 echo "|---|---|---|---|"
-for source in ffi/runtime/gpu/kernels.cu ffi/runtime/gpu/row_kernels_*.cu; do
-  assemble "$source" "$work/kernels.s"
+for source in "${sources[@]}"; do
   awk -v source="${source##*/}" '
     function bound(what, most) {
       if ($2 == "true" || $2 + 0 > most) {
@@ -58,6 +67,6 @@ for source in ffi/runtime/gpu/kernels.cu ffi/runtime/gpu/row_kernels_*.cu; do
     END {
       printf "| %s | %d | %d | %d |\n", source, kernels, registers, scratch
       exit failed || !kernels
-    }' "$work/kernels.s"
+    }' "$work/$(basename "$source").s"
 done
 echo "$gpu: memory order is system-scope between ranks, no register is spilled"

@@ -7,7 +7,7 @@
 
 namespace jax_ep {
 
-constexpr int kWarpsPerCta = gemm::kThreads / 32;
+constexpr int kWarpsPerCta = gemm::kThreads / Coop::lanes;
 
 JAX_EP_FN int this_warp() { return gemm::uniform(threadIdx.x / Coop::lanes); }  // all lanes call
 

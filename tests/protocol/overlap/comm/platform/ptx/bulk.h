@@ -1,0 +1,7 @@
+#pragma once
+
+namespace jax_ep::ptx {
+
+inline void proxy_fence() {}
+
+}  // namespace jax_ep::ptx
