@@ -172,13 +172,7 @@ class Op {
       meet(&signal_pad->first_ctas, ctas);
   }
 
-  // ---- Work: tickets number items, counts say when a chunk is complete ----
-
-  // ask_for_ticket() draws the rank's next number on lane 0, take_ticket() gives it to all lanes. Work between the two
-  // calls hides the latency.
-  JAX_EP_FN uint64_t ask_for_ticket() { return ask_for(&signal_pad->ticket); }
-  JAX_EP_FN uint64_t ask_for_push_ticket() { return ask_for(&signal_pad->push_ticket); }
-  JAX_EP_FN int take_ticket(uint64_t issued) const { return coop.broadcast(static_cast<int>(issued)); }
+  // ---- Work: counts say when a chunk is complete. Tickets (comm/tickets.h) number items ----
 
   // False once the group has failed. Call before every row, or every few rows: a peer that gives up waits until this
   // rank has ended the op, or for its grace. All lanes call.
@@ -272,8 +266,6 @@ class Op {
     }
     coop.sync();
   }
-
-  JAX_EP_FN uint64_t ask_for(uint64_t* tickets) { return coop.lane == 0 ? draw(tickets) : 0; }
 
   // Adds `pushed` to the count of the chunk and returns the sum. Resets the count when the chunk is whole.
   JAX_EP_FN int count_pushed(int chunk, int pushed, int whole) {

@@ -3,6 +3,7 @@
 
 #include "comm/integers.h"
 #include "comm/op.h"
+#include "comm/tickets.h"
 
 namespace jax_ep {
 
@@ -34,19 +35,17 @@ class PushItems {
         per_ticket_(per_ticket),
         own_(own_first ? smaller(items, smaller(op.coop.sender.count, kMaxClaims)) : 0),
         looked_(op.coop.sender.index),
-        has_own_(own_first && looked_ < own_) {
-    if (!has_own_)
-      issued_ = op.ask_for_push_ticket();
-    else if (op.coop.lane == 0)
-      claimed_before_ = atomic_exchange(&op.signal_pad->claimed[looked_], op.epoch);
+        has_own_(own_first && looked_ < own_),
+        tickets_(op, /*draws=*/!has_own_) {
+    if (has_own_ && op.coop.lane == 0) claimed_before_ = atomic_exchange(&op.signal_pad->claimed[looked_], op.epoch);
     if (own_ > 0 && !has_own_) looked_ = looked_ % own_ - 1;
   }
 
   JAX_EP_FN int next() {
-    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + op_.take_ticket(issued_) * per_ticket_;
+    const int item = has_own_ && !begun_ ? op_.coop.sender.index : own_ + tickets_.current() * per_ticket_;
     if (item >= items_) return -1;
     begun_ = true;
-    issued_ = op_.ask_for_push_ticket();
+    tickets_.draw_ahead();
     return item;
   }
   // The items of next()'s ticket.
@@ -76,22 +75,11 @@ class PushItems {
   const int items_, per_ticket_, own_;  // the first `own_` items need no ticket
   int looked_;                          // checked last
   const bool has_own_;
+  Tickets<&SignalPad::push_ticket> tickets_;
   bool begun_ = false;
-  uint64_t claimed_before_ = 0, issued_ = 0;
+  uint64_t claimed_before_ = 0;
   uint64_t patience_ns_ = kJoinNs;
 };
-
-// Calls visit(ticket) for this coop's tickets below `count`, until the op fails. visit() hides the latency of the next
-// ticket.
-template <class Visit>
-JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
-  for (uint64_t issued = op.ask_for_ticket(); op.ok();) {
-    const int ticket = op.take_ticket(issued);
-    if (ticket >= count) return;
-    issued = op.ask_for_ticket();
-    visit(ticket);
-  }
-}
 
 // Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
 // only after the next ones have started, so that the link stays busy. All lanes call. Rows may be passed to after() in

@@ -5,6 +5,7 @@
 
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/collective_matmul/args.h"
 #include "rows/pack.h"
@@ -105,10 +106,10 @@ class MatmulReduce {
     const int first = rows_.row_blocks.chunk_of(kept.begin);
     const int row_blocks = kept.begin < kept.end ? rows_.row_blocks.chunk_of(kept.end - 1) + 1 - first : 0;
     int ready = first;  // all row blocks before it have arrived
-    for (uint64_t issued = op_.ask_for_ticket(); op_.may_push();) {
-      const int ticket = op_.take_ticket(issued), row_block = first + ticket / parts_per_row_block();
+    for (Tickets<&SignalPad::ticket> tickets(op_); op_.may_push();) {
+      const int ticket = tickets.current(), row_block = first + ticket / parts_per_row_block();
       if (row_block >= first + row_blocks) break;
-      issued = op_.ask_for_ticket();
+      tickets.draw_ahead();
       if (row_block >= ready) {
         ready = delivered_until(op_, row_block, first + row_blocks);
         if (ready == row_block) {

@@ -7,6 +7,7 @@
 #include "comm/integers.h"
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/combine_groups.h"

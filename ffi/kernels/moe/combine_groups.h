@@ -5,6 +5,7 @@
 #include "comm/integers.h"
 #include "comm/op.h"
 #include "comm/push.h"
+#include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/groups.h"
@@ -120,16 +121,14 @@ class CombineGroups {
     const bool own = k >= 0 && k < top_k;
     const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count, Coop::lanes / width);
     const int batches = schedule.batches();
-    uint64_t issued = op_.ask_for_ticket();
+    Tickets<&SignalPad::ticket> tickets(op_);
     const auto claim = [&]() -> Range {
       if (!op_.ok()) return {0, 0};
-      for (;;) {
-        const int ticket = op_.take_ticket(issued);
-        if (ticket >= schedule.chunks * batches) return {0, 0};
-        issued = op_.ask_for_ticket();
+      for (int ticket; tickets.next(schedule.chunks * batches, &ticket);) {
         const Range tokens = schedule.batch(ticket / batches, ticket % batches);
         if (tokens.begin < tokens.end) return tokens;  // the last chunk may have fewer batches
       }
+      return {0, 0};
     };
     struct Known {
       Assigned own;

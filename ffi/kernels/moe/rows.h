@@ -6,6 +6,7 @@
 #include "comm/op.h"
 #include "comm/push.h"
 #include "comm/signal_pad.h"
+#include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/groups.h"

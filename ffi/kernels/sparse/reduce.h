@@ -8,6 +8,7 @@
 
 #include "comm/ctas.h"
 #include "comm/op.h"
+#include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/sparse/args.h"
 #include "kernels/sparse/runs.h"
@@ -119,8 +120,8 @@ class SparseReduce {
   JAX_EP_FN void push() {
     if (!op_.ok()) return;
     op_.enter(Phase::send);
-    for_each_row([&] { return op_.ask_for_push_ticket(); }, [&](const Row& row) { return sends(row); },
-                 [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
+    for_each_row<&SignalPad::push_ticket>([&](const Row& row) { return sends(row); },
+                                          [&](const Row& row) { send(row); }, [&](const Row& row) { count_rows(row); });
     op_.deliver(kPartials, 1, op_.coop.count);
   }
 
@@ -129,9 +130,8 @@ class SparseReduce {
     if (landing_.has_room()) op_.wait_delivered(kPartials);
     if (!op_.ok()) return;
     op_.enter(Phase::reduce);
-    for_each_row([&] { return op_.ask_for_ticket(); },
-                 [&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
-                 [&](const Row& row) { sum(row); }, [](const Row&) {});
+    for_each_row<&SignalPad::ticket>([&](const Row& row) { return is_shared(row) && row.owner == op_.comm.rank; },
+                                     [&](const Row& row) { sum(row); }, [](const Row&) {});
     op_.deliver(kSums, 1, op_.coop.count);  // peers' rows are not read any more
   }
   JAX_EP_FN void wait() { op_.wait_delivered(kSums); }
@@ -181,14 +181,14 @@ class SparseReduce {
   // Coops take batches of places by ticket. Each lane calls look(row) for a row of its own, which may have no holder.
   // Then all lanes call visit(row) together for each row for which wanted(row) is true. On return the results of
   // visit() are written.
-  template <class Ask, class Wanted, class Visit, class Look>
-  JAX_EP_FN void for_each_row(Ask ask, Wanted wanted, Visit visit, Look look) {
+  template <uint64_t SignalPad::* kNumbers, class Wanted, class Visit, class Look>
+  JAX_EP_FN void for_each_row(Wanted wanted, Visit visit, Look look) {
     sums_.acquire();
     const Batches batches = place_batches();
-    for (uint64_t issued = ask(); op_.may_push();) {
-      const int ticket = op_.take_ticket(issued);
+    for (Tickets<kNumbers> tickets(op_); op_.may_push();) {
+      const int ticket = tickets.current();
       if (ticket >= batches.count) break;
-      issued = ask();
+      tickets.draw_ahead();
       const int home = (op_.comm.rank + 1 + ticket) % batches.homes;
       const Range all = places_of(home);
       const int begin = all.begin + ticket / batches.homes * batches.places,
