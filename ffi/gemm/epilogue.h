@@ -15,7 +15,6 @@
 #include <cuda_fp16.h>
 
 #include <type_traits>
-#include <utility>
 
 #include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
@@ -36,18 +35,18 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-template <class Epilogue, int kBlockN, class = void>
-constexpr bool kStoresStrips = false;
+// An epilogue that stores 16 rows of a warp in each call.
 template <class Epilogue, int kBlockN>
-constexpr bool kStoresStrips<Epilogue, kBlockN, std::void_t<decltype(&Epilogue::template store<kBlockN>)>> = true;
+concept StoresStrips = requires(const Epilogue& epilogue, const Problem& problem, const Tile& tile,
+                                const float (&sums)[kBlockN / 2], char (*buffers)[kOutBytes]) {
+  epilogue.template store<kBlockN>(problem, tile, sums, buffers, /*strip=*/0, /*lane=*/0);
+};
 
-template <class Epilogue, class Sums, class Memory, class = void>
-constexpr bool kStoresTiles = false;
+// An epilogue that stores a warpgroup's part of a tile in one call.
 template <class Epilogue, class Sums, class Memory>
-constexpr bool kStoresTiles<Epilogue, Sums, Memory,
-                            std::void_t<decltype(std::declval<const Epilogue&>().store(
-                                std::declval<const Problem&>(), std::declval<const RowTile&>(), std::declval<Sums&>(),
-                                std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> = true;
+concept StoresTiles =
+    requires(const Epilogue& epilogue, const Problem& problem, const RowTile& tile, Sums& sums, Memory& shared,
+             int& stored) { epilogue.store(problem, tile, sums, shared, stored, /*warp=*/0, /*lane=*/0); };
 
 // Stores 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane /
 // 4 + 8.

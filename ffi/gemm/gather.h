@@ -8,8 +8,7 @@
 // contraction is gathered, the consumers zero these rows (multiply.h).
 #pragma once
 
-#include <type_traits>
-#include <utility>
+#include <concepts>
 
 #include "comm/platform/ptx/bulk.h"
 #include "gemm/grouped_matmul.h"
@@ -260,28 +259,23 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
   }
 }
 
-// Whether a source says what the aux warps gather:
+// A source that says what the aux warps gather:
 //   kGathersContraction   whether indices choose rows of the contraction; else they choose rows of the tile
 //   kGatheredSlice        the first slice of a stage that the gathering warps fill
 //   product               where the gathered matrix and its indices are
 //   rows_of(tile)         how many rows of a tile there are to gather
-template <class Source, class Tile, class = void>
-constexpr bool kIsGatheringSource = false;
 template <class Source, class Tile>
-constexpr bool
-    kIsGatheringSource<Source, Tile,
-                       std::enable_if_t<std::is_same_v<decltype(Source::kGathersContraction), const bool> &&
-                                        std::is_same_v<decltype(Source::kGatheredSlice), const int> &&
-                                        std::is_same_v<decltype(Source::product), const GroupedMatmul&> &&
-                                        std::is_same_v<decltype(Source::rows_of(std::declval<const Tile&>())), int>>> =
-        true;
+concept GathersRows = requires(const Source& source, const Tile& tile) {
+  { Source::kGathersContraction } -> std::same_as<const bool&>;
+  { Source::kGatheredSlice } -> std::same_as<const int&>;
+  { source.product } -> std::same_as<const GroupedMatmul&>;
+  { Source::rows_of(tile) } -> std::same_as<int>;
+};
 
 template <class Mainloop, class Memory>
 JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
                                 Part cta, int aux_warp) {
-  static_assert(kIsGatheringSource<typename Mainloop::Source, typename Mainloop::Tile>,
-                "a gathering source has kGathersContraction, kGatheredSlice, product and rows_of(tile): see "
-                "kIsGatheringSource");
+  static_assert(GathersRows<typename Mainloop::Source, typename Mainloop::Tile>);
   if (aux_warp < kGatherWarps)
     gather<Mainloop>(shared, source, problem, cta, aux_warp);
   else if constexpr (Mainloop::Source::kGathersContraction)

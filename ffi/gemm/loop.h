@@ -18,7 +18,7 @@
 //   store()           hands the sums to the epilogue; `stored` is a counter of its own (epilogue.h)
 //   taker()           takes tiles off a queue, where there is one (tile_queue.h)
 //   assist()          what the aux warps do
-// An Epilogue has store(), in the form that the Mainloop calls (epilogue.h), and may have begin() (kBegins).
+// An Epilogue has store(), in the form that the Mainloop calls (epilogue.h), and may have begin() (ReadsAhead).
 // Sources and epilogues of grouped_matmul_kernel are constructed from (maps, product).
 //
 // Mainloops: multiply.h (tiles of fixed height) and multiply_*.h. Epilogues: epilogue.h, epilogue_gated.h.
@@ -26,7 +26,6 @@
 #pragma once
 
 #include <type_traits>
-#include <utility>
 
 #include "comm/timeline.h"
 #include "gemm/maps.h"
@@ -96,11 +95,11 @@ __device__ void produce(Memory& shared, const typename Mainloop::Source& source,
   producer_tail(shared, at);
 }
 
-// Whether an epilogue has begin(), which reads operands of store() before a tile with swapped operands is multiplied.
-template <class Epilogue, class Mainloop, class = void>
-constexpr bool kBegins = false;
+// An epilogue that reads operands of store() before a tile with swapped operands is multiplied.
 template <class Epilogue, class Mainloop>
-constexpr bool kBegins<Epilogue, Mainloop, std::void_t<decltype(&Epilogue::template begin<Mainloop::kSlabs>)>> = true;
+concept ReadsAhead = requires(const Epilogue& epilogue, const Problem& problem, const RowTile& tile) {
+  epilogue.template begin<Mainloop::kSlabs>(problem, tile, /*warp=*/0, /*lane=*/0);
+};
 
 // A consumer warp: multiplies and stores all tiles of a CTA, or, if the warpgroups ping-pong, every second tile.
 template <class Mainloop, class Memory, class Epilogue, class Hooks>
@@ -122,7 +121,8 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
     await_turn<kPingPong>(shared, taken / 2, warpgroup);
     if (Mainloop::has_work(source, problem, tile, warpgroup)) {
       typename Mainloop::Accumulators sums;
-      if constexpr (kBegins<Epilogue, Mainloop>) epilogue.template begin<Mainloop::kSlabs>(problem, tile, warp, lane);
+      if constexpr (ReadsAhead<Epilogue, Mainloop>)
+        epilogue.template begin<Mainloop::kSlabs>(problem, tile, warp, lane);
       Mainloop::accumulate(sums, shared, source, problem, tile, at, warp, lane);
       Mainloop::store(epilogue, sums, shared, problem, tile, stored, warp, lane);
     } else {
@@ -141,24 +141,10 @@ __device__ void consume(Memory& shared, const typename Mainloop::Source& source,
   enter<Hooks>(problem, Phase::none, warp);
 }
 
-template <class Source, class Tile, class Hooks, class = void>
-constexpr bool kIsSource = false;
-template <class Source, class Tile, class Hooks>
-constexpr bool kIsSource<
-    Source, Tile, Hooks,
-    std::void_t<std::enable_if_t<Source::kTerms >= 1>,
-                decltype(std::declval<const Source&>().load(
-                    std::declval<char*>(), std::declval<const Problem&>(), std::declval<const Tile&>(),
-                    std::declval<const Source&>().open(std::declval<const Problem&>(), std::declval<const Tile&>(),
-                                                       std::declval<const Hooks&>()),
-                    0, 0, 0, std::declval<uint64_t*>()))>> = true;
-
 template <class Mainloop, class Epilogue, class Hooks>
 JAX_EP_FN void run_matmul(char* memory, const typename Mainloop::Source& source, const Epilogue& epilogue,
                           const Problem& problem, const Hooks& hooks, Part cta) {
-  static_assert(kIsSource<typename Mainloop::Source, typename Mainloop::Tile, Hooks>,
-                "a source has kTerms, open(problem, tile, hooks), and load(stage, problem, tile, opened, term, k, "
-                "cta_in_cluster, full), where `opened` is what open() returned: see gemm/source.h");
+  static_assert(LoadsStages<typename Mainloop::Source, typename Mainloop::Tile, Hooks>);
   using Memory = typename Mainloop::template Memory<typename Hooks::Aux>;
   constexpr Registers kWanted = registers<typename Hooks::Aux, Mainloop::kAccumulators, Mainloop::kGathers>();
   static_assert(kWanted.consumer * kConsumers + kWanted.other * (kThreads - kConsumers) == kStartRegisters * kThreads,
@@ -190,9 +176,6 @@ template <class Mainloop, class Epilogue>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     grouped_matmul_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem,
                           const __grid_constant__ GroupedMatmul product) {
-  static_assert(std::is_constructible_v<typename Mainloop::Source, const Maps&, const GroupedMatmul&> &&
-                    std::is_constructible_v<Epilogue, const Maps&, const GroupedMatmul&>,
-                "a source and an epilogue are constructed from (maps, product): see gemm/loop.h");
   extern __shared__ __align__(1024) char memory[];
   run_matmul<Mainloop>(memory, typename Mainloop::Source(maps, product), Epilogue(maps, product), problem, NoHooks{},
                        this_cta());

@@ -173,9 +173,7 @@ struct TileMainloop : FixedTiles<kBlockN> {
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, Shared& shared, const Problem& problem,
                               const Tile& tile, int& stored, int warp, int lane) {
-    static_assert(kStoresStrips<Epilogue, kBlockN>,
-                  "this epilogue must have store<kBlockN>(problem, tile, sums, "
-                  "buffers, strip, lane): see gemm/epilogue.h");
+    static_assert(StoresStrips<Epilogue, kBlockN>);
 #pragma unroll
     for (int slab = 0; slab < kRowSlabs<kBlockN>; ++slab) {
       const int strip = strip_of<kBlockN>(slab, warp);

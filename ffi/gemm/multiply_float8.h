@@ -130,9 +130,7 @@ struct Float8Mainloop : FixedTiles<kBlockN> {
   template <class Epilogue, class Shared>
   JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& total, Shared& shared,
                               const Problem& problem, const Tile& tile, int& /*stored*/, int warp, int lane) {
-    static_assert(kStoresStrips<Epilogue, kBlockN>,
-                  "this epilogue must have store<kBlockN>(problem, tile, sums, "
-                  "buffers, strip, lane): see gemm/epilogue.h");
+    static_assert(StoresStrips<Epilogue, kBlockN>);
     epilogue.template store<kBlockN>(problem, tile, total, shared.out[warp], warp, lane);
   }
 };

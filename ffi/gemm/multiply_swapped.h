@@ -77,9 +77,7 @@ struct SwappedMainloop {
   template <class Epilogue>
   JAX_EP_FN static void store(const Epilogue& epilogue, Accumulators& d, SwappedMemory& shared, const Problem& problem,
                               const Tile& tile, int& stored, int warp, int lane) {
-    static_assert(kStoresTiles<Epilogue, Accumulators, SwappedMemory>,
-                  "this epilogue must have store(problem, tile, "
-                  "sums, shared, stored, warp, lane): see gemm/epilogue.h");
+    static_assert(StoresTiles<Epilogue, Accumulators, SwappedMemory>);
     epilogue.store(problem, tile, d, shared, stored, warp, lane);
   }
 };

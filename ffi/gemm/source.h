@@ -7,8 +7,10 @@
 // load() all lanes of the warp call it when a stage is empty A block has kSlicesA slices of the operand that wgmma
 // takes as A, then the slices of the other operand. Main loops with swapped operands also need Weights, weights and
 // product (multiply_swapped.h), float8 needs kGathers and product (multiply_float8.h), and gathers need a gathering
-// source (kIsGatheringSource in gather.h).
+// source (GathersRows in gather.h).
 #pragma once
+
+#include <concepts>
 
 #include "gemm/layout.h"
 #include "gemm/maps.h"
@@ -44,6 +46,16 @@ JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int
 
 // How many slices of 64 begin before `size`; at most `most`.
 JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
+
+// A source, which loads the operands of a tile into stages. `full`: the barrier of the stage, which counts the bytes.
+template <class Source, class Tile, class Hooks>
+concept LoadsStages = requires(const Source& source, const Problem& problem, const Tile& tile, const Hooks& hooks,
+                               char* stage, uint64_t* full) {
+  requires Source::kTerms >= 1;
+  { Source::stage_k(tile) } -> std::same_as<int>;
+  source.load(stage, problem, tile, /*opened=*/source.open(problem, tile, hooks), /*term=*/0, /*k=*/0,
+              /*cta_in_cluster=*/0, full);
+};
 
 // The first row of a tile's lhs, in the coordinates of `map`, which may cover only a part of the product.
 struct Rows {

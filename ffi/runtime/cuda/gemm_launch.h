@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <type_traits>
 
 #include "gemm/grouped_matmul.h"
@@ -44,11 +43,7 @@ struct Form {
   Activation activation = Activation::none;
   Gathered gathered = Gathered::none;
 
-  constexpr bool operator==(const Form& x) const {
-    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, formula, activation, gathered) ==
-           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.formula, x.activation,
-                    x.gathered);
-  }
+  bool operator==(const Form&) const = default;
 };
 
 template <class Kernel>
