@@ -36,7 +36,7 @@ constexpr Element kElement = std::is_same_v<T, float>           ? Element::float
 // What a kernel serves.
 struct Form {
   Element in, out;
-  bool lhs_is_k_by_m, rhs_is_k_by_n;
+  bool lhs_is_k_by_m = false, rhs_is_k_by_n = false;
   int block_n;  // as in Config
   bool swap_ab = false;
   Formula formula = Formula::store;
@@ -53,7 +53,7 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file, and its `product_timeline` (gemm/loop.h) if they use it.
+// The kernels of a file, and its `product_timeline` (gemm/kernel.h) if they use it.
 template <class Kernel>
 struct Variants {
   const Variant<Kernel>* first;

@@ -1,16 +1,19 @@
 // Gated units of 16-bit operands.
 #include "gemm/epilogue_gated.h"
-#include "gemm/multiply_swapped.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/grouped_matmul_variant.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class T, Activation kActivation>
-constexpr Variant<GroupedMatmulKernel> kKernel{
-    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation},
-    &grouped_matmul_kernel<SwappedMainloop<T, SwappedSource<SwappedGateAndUp<>>>, StoreGated<T, kActivation>>,
-    int{sizeof(SwappedMemory)}};
+constexpr auto kKernel =
+    variant<SwappedMainloop<T, SwappedGateAndUp<>>, StoreGated<T, kActivation>>({.in = kElement<T>,
+                                                                                 .out = kElement<T>,
+                                                                                 .rhs_is_k_by_n = true,
+                                                                                 .block_n = kMaxRows,
+                                                                                 .swap_ab = true,
+                                                                                 .formula = Formula::gated,
+                                                                                 .activation = kActivation});
 
 constexpr std::array kKernels{kKernel<Bf16, Activation::silu>, kKernel<Bf16, Activation::gelu>,
                               kKernel<Bf16, Activation::relu>, kKernel<Bf16, Activation::clamped_swiglu>,

@@ -1,35 +1,41 @@
 // Products of which one operand is gathered.
 #include "gemm/epilogue_gated.h"
-#include "gemm/multiply_gathered.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/grouped_matmul_variant.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, bool kMn>
-constexpr Variant<GroupedMatmulKernel> kRows{
-    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, Formula::store, Activation::none,
-     Gathered::lhs},
-    &grouped_matmul_kernel<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>,
-    int{sizeof(GatheredMemory<SwappedMemory>)}};
+constexpr auto kRows =
+    variant<GatheredRowsMainloop<In, SwappedMatrix<kMn, true>>, StoreSwapped<Out>>({.in = kElement<In>,
+                                                                                    .out = kElement<Out>,
+                                                                                    .rhs_is_k_by_n = kMn,
+                                                                                    .block_n = kMaxRows,
+                                                                                    .swap_ab = true,
+                                                                                    .gathered = Gathered::lhs});
 
 template <class T, Activation kActivation>
-constexpr Variant<GroupedMatmulKernel> kGated{
-    {kElement<T>, kElement<T>, false, true, kMaxRows, /*swap_ab=*/true, Formula::gated, kActivation, Gathered::lhs},
-    &grouped_matmul_kernel<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>,
-    int{sizeof(GatheredMemory<SwappedMemory>)}};
+constexpr auto kGated =
+    variant<GatheredRowsMainloop<T, SwappedGateAndUp<true>>, StoreGated<T, kActivation>>({.in = kElement<T>,
+                                                                                          .out = kElement<T>,
+                                                                                          .rhs_is_k_by_n = true,
+                                                                                          .block_n = kMaxRows,
+                                                                                          .swap_ab = true,
+                                                                                          .formula = Formula::gated,
+                                                                                          .activation = kActivation,
+                                                                                          .gathered = Gathered::lhs});
 
 template <class T, Gathered kGathered, class Store>
-constexpr Variant<GroupedMatmulKernel> kContraction{{kElement<T>, kElement<T>, true, true, kGatheredColumns,
-                                                     /*swap_ab=*/false, Formula::store, Activation::none, kGathered},
-                                                    &grouped_matmul_kernel<GatheredContractionMainloop<T>, Store>,
-                                                    int{sizeof(GatheredMemory<Shared<kGatheredColumns>>)}};
+constexpr auto kContraction = variant<GatheredContractionMainloop<T>, Store>({.in = kElement<T>,
+                                                                              .out = kElement<T>,
+                                                                              .lhs_is_k_by_m = true,
+                                                                              .rhs_is_k_by_n = true,
+                                                                              .block_n = kGatheredColumns,
+                                                                              .gathered = kGathered});
 
 template <class Out>
-constexpr Variant<GroupedMatmulKernel> kFloat8{{Element::float8, kElement<Out>, false, false, kFloat8Columns,
-                                                /*swap_ab=*/false, Formula::store, Activation::none, Gathered::lhs},
-                                               &grouped_matmul_kernel<GatheredFloat8Mainloop, StoreTile<Out>>,
-                                               int{sizeof(GatheredFloat8Mainloop::Shared)}};
+constexpr auto kFloat8 = variant<GatheredFloat8Mainloop, StoreTile<Out>>(
+    {.in = Element::float8, .out = kElement<Out>, .block_n = kFloat8Columns, .gathered = Gathered::lhs});
 
 constexpr std::array kKernels{kFloat8<Bf16>,
                               kFloat8<float>,

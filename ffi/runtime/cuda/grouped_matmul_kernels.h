@@ -2,8 +2,8 @@
 #pragma once
 
 #include "gemm/grouped_matmul.h"
-#include "gemm/maps.h"
 #include "gemm/problem.h"
+#include "gemm/tensor_map.h"
 #include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {

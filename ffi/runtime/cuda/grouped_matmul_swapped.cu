@@ -1,17 +1,18 @@
 // Products with swapped operands, and sums of two of them.
-#include "gemm/multiply_swapped.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/grouped_matmul_variant.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, bool kMn, Formula kFormula = Formula::store>
-constexpr Variant<GroupedMatmulKernel> kKernel{
-    {kElement<In>, kElement<Out>, false, kMn, kMaxRows, /*swap_ab=*/true, kFormula},
-    &grouped_matmul_kernel<
-        SwappedMainloop<In, SwappedSource<SwappedMatrix<kMn, false, kFormula == Formula::summed ? 2 : 1>>>,
-        StoreSwapped<Out>>,
-    int{sizeof(SwappedMemory)}};
+constexpr auto kKernel =
+    variant<SwappedMainloop<In, SwappedMatrix<kMn, false, kFormula == Formula::summed ? 2 : 1>>, StoreSwapped<Out>>(
+        {.in = kElement<In>,
+         .out = kElement<Out>,
+         .rhs_is_k_by_n = kMn,
+         .block_n = kMaxRows,
+         .swap_ab = true,
+         .formula = kFormula});
 
 constexpr std::array kKernels{kKernel<Bf16, Bf16, true>,  kKernel<Bf16, float, true>,
                               kKernel<Bf16, Bf16, false>, kKernel<Bf16, Bf16, false, Formula::summed>,

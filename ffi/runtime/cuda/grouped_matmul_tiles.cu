@@ -1,15 +1,12 @@
 // Products in tiles of fixed height, for the dtypes and storage orders that Python calls.
-#include "gemm/multiply.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/grouped_matmul_variant.h"
 
 namespace jax_ep::gemm {
 namespace {
 
 template <class In, class Out, int kBlockN, bool kMnA, bool kMnB>
-constexpr Variant<GroupedMatmulKernel> kKernel{
-    {kElement<In>, kElement<Out>, kMnA, kMnB, kBlockN},
-    &grouped_matmul_kernel<TileMainloop<In, kBlockN, kMnA, kMnB>, StoreTile<Out>>,
-    int{sizeof(Shared<kBlockN>)}};
+constexpr auto kKernel = variant<TileMainloop<In, kBlockN, kMnA, kMnB>, StoreTile<Out>>(
+    {.in = kElement<In>, .out = kElement<Out>, .lhs_is_k_by_m = kMnA, .rhs_is_k_by_n = kMnB, .block_n = kBlockN});
 
 // A gradient has the dtype of its operands: [m, k] times rhs transposed, or over groups of the contraction.
 constexpr std::array kKernels{kKernel<Bf16, Bf16, 128, false, true>,  kKernel<Bf16, Bf16, 256, false, true>,
