@@ -1,5 +1,5 @@
 // The main loops: where operands come from, how a stage is multiplied, and what the aux warps do. kernel.h runs one of
-// them with an epilogue. runtime/cuda/grouped_matmul_*.cu and kernels/collective_matmul/ list the compiled kernels.
+// them with an epilogue. runtime/cuda/grouped_matmul_tables.h and overlap_launch.h list the compiled kernels.
 #pragma once
 
 #include "gemm/gather.h"

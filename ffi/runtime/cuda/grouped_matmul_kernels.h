@@ -1,4 +1,4 @@
-// The kernels of products. Each grouped_matmul_*.cu has a table of some, so that they compile in parallel.
+// The kernels of products, in families. grouped_matmul_tables.h lists them.
 #pragma once
 
 #include "gemm/grouped_matmul.h"
@@ -10,10 +10,11 @@ namespace jax_ep::gemm {
 
 using GroupedMatmulKernel = void (*)(Maps, Problem, GroupedMatmul);
 
-Variants<GroupedMatmulKernel> tile_kernels();
-Variants<GroupedMatmulKernel> swapped_kernels();
-Variants<GroupedMatmulKernel> gated_kernels();
-Variants<GroupedMatmulKernel> gathered_kernels();
-Variants<GroupedMatmulKernel> float8_kernels();
+enum class Family { tiles, swapped, gated, gathered, float8 };
+
+template <Family>
+struct Kernels {
+  static Variants<GroupedMatmulKernel> all();
+};
 
 }  // namespace jax_ep::gemm
