@@ -4,7 +4,7 @@
 // ring that is never reset: the host knows where a profile began. A phase ends where the next event of its track
 // begins. Without a profile, a phase costs one comparison.
 //
-// Products have a timeline of their own, with one track a CTA (gemm/loop.h). Two products of a device do not overlap.
+// Products have a timeline of their own, with one track a CTA (gemm/kernel.h). Two products of a device do not overlap.
 #pragma once
 
 #include <cstdint>

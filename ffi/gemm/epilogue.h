@@ -1,29 +1,23 @@
 // Epilogues that store sums. A warp moves its part of a finished tile from accumulators through shared memory to the
 // result.
 //
-// An epilogue has store() in the form that its main loop calls:
-//   tiles of fixed height   store<kBlockN>(problem, tile, sums, buffers, strip, lane): 16 rows of a warp
-//   transposed              store<kBlockN>(problem, tile, sums, slab, shared, stored, warp, lane): 64 rows
-//   swapped operands        store(problem, tile, sums, shared, stored, warp, lane): a warpgroup's part of a tile
-// gated, of float8 store(problem, tile, halves, shared, warp, lane): a warpgroup's columns of a tile The main loop of
-// gathered contractions (multiply_gathered.h) calls the second form if kTransposes, else the first. `stored` counts
-// what a warp has stored over all of its tiles; only store() uses it. With swapped operands store() may change the
-// sums.
+// An epilogue has store() in one of two forms: a call stores 16 rows of a warp (StoresStrips), or all that a warp has
+// of a tile (StoresTiles). The second kind may change the sums, and count in `stored`, which is zero before the first
+// tile of a warp. It may also have begin(), which reads operands of store() before the tile is multiplied (ReadsAhead).
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <type_traits>
-#include <utility>
 
 #include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
-#include "gemm/maps.h"
 #include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/row_schedule.h"
+#include "gemm/tensor_map.h"
 
 namespace jax_ep::gemm {
 
@@ -36,18 +30,21 @@ JAX_EP_FN uint32_t pack(float a, float b, __half) {
   return reinterpret_cast<const uint32_t&>(both);
 }
 
-template <class Epilogue, int kBlockN, class = void>
-constexpr bool kStoresStrips = false;
 template <class Epilogue, int kBlockN>
-constexpr bool kStoresStrips<Epilogue, kBlockN, std::void_t<decltype(&Epilogue::template store<kBlockN>)>> = true;
+concept StoresStrips = requires(const Epilogue& epilogue, const Problem& problem, const Tile& tile,
+                                const float (&sums)[kBlockN / 2], char (*buffers)[kOutBytes]) {
+  epilogue.template store<kBlockN>(problem, tile, sums, buffers, /*strip=*/0, /*lane=*/0);
+};
 
-template <class Epilogue, class Sums, class Memory, class = void>
-constexpr bool kStoresTiles = false;
-template <class Epilogue, class Sums, class Memory>
-constexpr bool kStoresTiles<Epilogue, Sums, Memory,
-                            std::void_t<decltype(std::declval<const Epilogue&>().store(
-                                std::declval<const Problem&>(), std::declval<const RowTile&>(), std::declval<Sums&>(),
-                                std::declval<Memory&>(), std::declval<int&>(), 0, 0))>> = true;
+template <class Epilogue, class Tile, class Sums, class Memory>
+concept StoresTiles =
+    requires(const Epilogue& epilogue, const Problem& problem, const Tile& tile, Sums& sums, Memory& shared,
+             int& stored) { epilogue.store(problem, tile, sums, shared, stored, /*warp=*/0, /*lane=*/0); };
+
+template <class Epilogue, class Sums>
+concept ReadsAhead = requires(const Epilogue& epilogue, const Problem& problem, const RowTile& tile) {
+  epilogue.template begin<std::extent_v<Sums>>(problem, tile, /*warp=*/0, /*lane=*/0);
+};
 
 // Stores 16 rows x 64 columns, rounded. `d` has four values for each 8 columns: two of row lane / 4, two of row lane /
 // 4 + 8.
@@ -113,9 +110,31 @@ JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], 
   __syncwarp();
 }
 
+// Hands a warp's sums to an epilogue. If the contraction is split, the CTAs of the cluster swap and add halves first.
+template <class Epilogue, int kSlabs, int kCount, class Memory, class Tile>
+JAX_EP_FN void store_sums(const Epilogue& epilogue, float (&d)[kSlabs][kCount], Memory& shared, const Problem& problem,
+                          const Tile& tile, int& stored, int warp, int lane) {
+  if constexpr (StoresTiles<Epilogue, Tile, float[kSlabs][kCount], Memory>) {
+    epilogue.store(problem, tile, d, shared, stored, warp, lane);
+  } else {
+    constexpr int kBlockN = 2 * kCount;
+    static_assert(StoresStrips<Epilogue, kBlockN>, "an epilogue stores strips or tiles");
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const int strip = strip_of<kSlabs>(slab, warp);
+      if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
+        epilogue.template store<kBlockN>(problem, tile, d[slab], shared.out[warp], strip, lane);
+      } else if constexpr (kCanSplit<kBlockN>) {
+        float half_d[kCount / 2];
+        swap_halves(half_d, d[slab], shared, stored++ & 1, warp, lane);
+        epilogue.template store<kBlockN / 2>(problem, tile, half_d, shared.out[warp], strip, lane);
+      }
+    }
+  }
+}
+
 template <class Out>
 struct StoreTile {
-  static constexpr bool kTransposes = false;
   const CUtensorMap& map;
   Out* out;
   const Out* bias = nullptr;  // [groups, n], of groups of rows
@@ -355,22 +374,22 @@ struct StoreSwapped {
 // Transposed sums of tiles of fixed height, by groups of the contraction: result[group] is [n, m].
 template <class Out>
 struct StoreTransposed {
-  static constexpr bool kTransposes = true;
   const CUtensorMap& map;  // of the rows of all groups, as one matrix
   void* out;
 
   JAX_EP_FN StoreTransposed(const Maps& maps, const GroupedMatmul& product) : map(maps.result), out(product.result) {}
 
-  // Stores a warpgroup's sums of slab number `slab` of a tile's rows.
-  template <int kBlockN, class Memory>
-  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kBlockN / 2], int slab,
-                       Memory& shared, int& stored, int warp, int lane) const {
+  template <int kSlabs, int kCount, class Memory>
+  JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&d)[kSlabs][kCount], Memory& shared,
+                       int& stored, int warp, int lane) const {
     RowTile rows;
     rows.row = tile.group * problem.n + tile.col;
     rows.row_end = (tile.group + 1) * problem.n;
-    rows.rows = kBlockN;
-    store_columns<Out, kBlockN>(map, out, problem.m, tile.row + slab * kSlice, problem.m, rows, d, shared, stored, warp,
-                                lane);
+    rows.rows = 2 * kCount;
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab)
+      store_columns<Out, 2 * kCount>(map, out, problem.m, tile.row + slab * kSlice, problem.m, rows, d[slab], shared,
+                                     stored, warp, lane);
   }
 };
 

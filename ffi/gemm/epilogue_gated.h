@@ -114,9 +114,6 @@ struct StoreGated {
   }
 };
 
-// A tile of float8 has kBlockM rows, in two halves. Each warpgroup has 64 columns of gate and 64 of up.
-constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
-
 // A thread's units of a half: pairs of columns of two rows. Adjacent lanes have adjacent pairs.
 struct GatedPairs {
   static constexpr int kPairs = kSlice / 8;
@@ -144,7 +141,7 @@ struct GatedPairs {
   }
 };
 
-// Gated units of float8 operands (multiply_gated_float8.h), quantized to float8 with a scale per row of a tile.
+// Gated units of float8 operands (multiply_float8.h), quantized to float8 with a scale per row of a tile.
 template <Activation kActivation>
 struct StoreGatedFloat8 {
   char* values;   // [M, N]
@@ -157,7 +154,7 @@ struct StoreGatedFloat8 {
   // neither is overwritten while others read.
   template <class Memory>
   JAX_EP_FN void store(const Problem& problem, const Tile& tile, const float (&halves)[kHalves][kGatedWidth / 2],
-                       Memory& shared, int warp, int lane) const {
+                       Memory& shared, int& /*stored*/, int warp, int lane) const {
     const int warpgroup = warp / kWarpgroup, first = warp % kWarpgroup * kOutRows + lane / 4;
     char* const quantized = shared.values();
     GatedPairs made[kHalves];

@@ -8,8 +8,7 @@
 // contraction is gathered, the consumers zero these rows (multiply.h).
 #pragma once
 
-#include <type_traits>
-#include <utility>
+#include <concepts>
 
 #include "comm/platform/ptx/bulk.h"
 #include "gemm/grouped_matmul.h"
@@ -43,6 +42,7 @@ struct Gathering {
   JAX_EP_FN bool is_nan(uint32_t index) const { return index + 1 > static_cast<uint32_t>(rows); }
 };
 
+// The shared memory of a CTA whose aux warps gather.
 template <class Base>
 struct GatheredMemory : Base {
   static constexpr int kStages = Base::kStages;
@@ -52,14 +52,6 @@ struct GatheredMemory : Base {
   uint64_t found[kStages];          // the rows of a stage are known
   uint4 rows[kStages][kSlice / 4];  // where they begin; the 16 entries of a lane are contiguous
   uint32_t has_nans[kStages];
-
-  // One thread calls, before any other uses the barriers.
-  JAX_EP_FN void open_gather() {
-    for (int stage = 0; stage < kStages; ++stage) {
-      ptx::init_barrier(&landed[stage], kGatherWarps * 32);
-      ptx::init_barrier(&found[stage], 1);
-    }
-  }
 };
 
 // Where the 64 rows of a slice begin in the matrix. Each lane has two.
@@ -153,32 +145,32 @@ struct LaneRows {
 };
 
 // A gathering warp: fills its slice of all stages.
-template <class Mainloop, class Memory>
-__device__ void gather(Memory& shared, const typename Mainloop::Source& source, const Problem& problem, Part cta,
+template <class Loop, bool kContraction, class Memory>
+__device__ void gather(Memory& shared, const typename Loop::Source& source, const Problem& problem, Part cta,
                        int warp) {
-  using Source = typename Mainloop::Source;
+  using Source = typename Loop::Source;
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
   PipelineState<Memory::kStages> at;
-  auto tiles = Mainloop::tiles(shared, problem, cta);
-  for (typename Mainloop::Tile tile; tiles.next(&tile);) {
+  auto tiles = Loop::Tiles::list(shared, problem, cta);
+  for (typename Loop::Tile tile; tiles.next(&tile);) {
     const int first = tile.row + warp * kSlice, count = Source::rows_of(tile) - warp * kSlice;
     LaneRows rows;
-    if constexpr (!Source::kGathersContraction) {
+    if constexpr (!kContraction) {
       FoundRows found;
       found.read(from, first, lane);
       found.find(from);
       rows.take(found, lane);
     }
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) {
-      if constexpr (Source::kGathersContraction) {
+      if constexpr (kContraction) {
         wait_barrier(&shared.found[at.stage], at.parity, "the rows to gather");
         rows.take(shared, at.stage, lane);
       }
       wait_barrier(&shared.empty[at.stage], at.parity ^ 1, "an empty stage to gather into");
       char* const to = shared.stages[at.stage] + (Source::kGatheredSlice + warp) * kSliceBytes;
       if (count > 0) {
-        if constexpr (Source::kGathersContraction)
+        if constexpr (kContraction)
           rows.copy(to, from, k, kSlice, first, lane);
         else
           rows.copy(to, from, first, smaller(count, kSlice), k, lane);
@@ -197,15 +189,14 @@ JAX_EP_FN void announce_stage(Memory& shared, const PipelineState<Memory::kStage
 }
 
 // The announcing warp if rows are gathered. In the cluster's first CTA it also draws tiles from the queue.
-template <class Mainloop, class Memory>
-__device__ void announce_rows(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                              Part cta) {
+template <class Loop, class Memory>
+__device__ void announce_rows(Memory& shared, const typename Loop::Source& source, const Problem& problem, Part cta) {
   const int cta_in_cluster = blockIdx.x % kCluster, lane = threadIdx.x % 32;
   PipelineState<Memory::kStages> at;
-  auto taker = Mainloop::taker(shared, source, problem);
+  auto taker = Loop::Tiles::taker(shared, source, problem);
   if (cta_in_cluster == 0) taker.take();
-  auto tiles = Mainloop::tiles(shared, problem, cta);
-  for (typename Mainloop::Tile tile; tiles.next(&tile);) {
+  auto tiles = Loop::Tiles::list(shared, problem, cta);
+  for (typename Loop::Tile tile; tiles.next(&tile);) {
     if (cta_in_cluster == 0) taker.take();
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) announce_stage(shared, at, lane);
   }
@@ -232,12 +223,12 @@ class ContractionSteps {
 
 // The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead, because loads of the
 // gathering warps would wait for their own copies.
-template <class Mainloop, class Memory>
-__device__ void announce_contraction(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
+template <class Loop, class Memory>
+__device__ void announce_contraction(Memory& shared, const typename Loop::Source& source, const Problem& problem,
                                      Part cta) {
   const int lane = threadIdx.x % 32;
   const Gathering from(source.product);
-  ContractionSteps steps(Mainloop::tiles(shared, problem, cta));
+  ContractionSteps steps(Loop::Tiles::list(shared, problem, cta));
   int ahead = 0;  // steps whose rows are found and not announced
   for (FoundRows found; ahead < Memory::kStages; ++ahead) {
     const int k = steps.next();
@@ -260,34 +251,42 @@ __device__ void announce_contraction(Memory& shared, const typename Mainloop::So
   }
 }
 
-// Whether a source says what the aux warps gather:
-//   kGathersContraction   whether indices choose rows of the contraction; else they choose rows of the tile
-//   kGatheredSlice        the first slice of a stage that the gathering warps fill
-//   product               where the gathered matrix and its indices are
-//   rows_of(tile)         how many rows of a tile there are to gather
-template <class Source, class Tile, class = void>
-constexpr bool kIsGatheringSource = false;
+// A source that says what the aux warps gather:
+//   kGatheredSlice   the first slice of a stage that the gathering warps fill
+//   product          where the gathered matrix and its indices are
+//   rows_of(tile)    how many rows of a tile there are to gather
 template <class Source, class Tile>
-constexpr bool
-    kIsGatheringSource<Source, Tile,
-                       std::enable_if_t<std::is_same_v<decltype(Source::kGathersContraction), const bool> &&
-                                        std::is_same_v<decltype(Source::kGatheredSlice), const int> &&
-                                        std::is_same_v<decltype(Source::product), const GroupedMatmul&> &&
-                                        std::is_same_v<decltype(Source::rows_of(std::declval<const Tile&>())), int>>> =
-        true;
+concept GathersRows = requires(const Source& source, const Tile& tile) {
+  { Source::kGatheredSlice } -> std::same_as<const int&>;
+  { source.product } -> std::same_as<const GroupedMatmul&>;
+  { Source::rows_of(tile) } -> std::same_as<int>;
+};
 
-template <class Mainloop, class Memory>
-JAX_EP_FN void assist_gathering(Memory& shared, const typename Mainloop::Source& source, const Problem& problem,
-                                Part cta, int aux_warp) {
-  static_assert(kIsGatheringSource<typename Mainloop::Source, typename Mainloop::Tile>,
-                "a gathering source has kGathersContraction, kGatheredSlice, product and rows_of(tile): see "
-                "kIsGatheringSource");
-  if (aux_warp < kGatherWarps)
-    gather<Mainloop>(shared, source, problem, cta, aux_warp);
-  else if constexpr (Mainloop::Source::kGathersContraction)
-    announce_contraction<Mainloop>(shared, source, problem, cta);
-  else
-    announce_rows<Mainloop>(shared, source, problem, cta);
-}
+// The role of the aux warps (kernel.h) that gather an operand: rows of the contraction, or rows of tiles.
+template <bool kContraction>
+struct Gather {
+  template <class Base>
+  using Memory = GatheredMemory<Base>;
+  static constexpr bool kFills = true;
+  static constexpr int kTakers = kAuxWarps, kRegisters = 40;
+
+  template <class Base>
+  JAX_EP_FN static void open(GatheredMemory<Base>& shared) {
+    for (int stage = 0; stage < shared.kStages; ++stage) {
+      ptx::init_barrier(&shared.landed[stage], kGatherWarps * 32);
+      ptx::init_barrier(&shared.found[stage], 1);
+    }
+  }
+  template <class Loop>
+  JAX_EP_FN static void run(auto& shared, const auto& source, const Problem& problem, Part cta, int aux_warp) {
+    static_assert(GathersRows<typename Loop::Source, typename Loop::Tile>);
+    if (aux_warp < kGatherWarps)
+      gather<Loop, kContraction>(shared, source, problem, cta, aux_warp);
+    else if constexpr (kContraction)
+      announce_contraction<Loop>(shared, source, problem, cta);
+    else
+      announce_rows<Loop>(shared, source, problem, cta);
+  }
+};
 
 }  // namespace jax_ep::gemm

@@ -38,9 +38,9 @@ template <int kBlockN>
 constexpr int kRowSlabs = is_ping_pong(kBlockN) ? 2 : 1;  // of 64 rows each, which a warpgroup multiplies
 
 // Which 16 rows of a tile a warp holds in a slab.
-template <int kBlockN>
+template <int kSlabs>
 JAX_EP_FN int strip_of(int slab, int warp) {
-  return is_ping_pong(kBlockN) ? slab * kWarpgroup + warp % kWarpgroup : warp;
+  return kSlabs == 1 ? warp : slab * kWarpgroup + warp % kWarpgroup;
 }
 
 // The warps that store a CTA's tile of this number, and how many tiles each of them has stored by then.
@@ -79,6 +79,9 @@ struct Shared {
   uint64_t swap_empty[kConsumerWarps], swap_full[kConsumerWarps];  // the peer's `out`, and this CTA's
   Aux aux;
 };
+
+// A tile of gated units of float8 has its rows in two halves. A warpgroup has 64 columns of gate and 64 of up.
+constexpr int kGatedWidth = 2 * kSlice, kHalves = kBlockM / kSlice;
 
 // The offset of a 16-byte vector of a row in shared memory.
 JAX_EP_FN int swizzled(int smem_row, int vec) { return smem_row * kSwizzleBytes + ((vec ^ (smem_row & 7)) << 4); }

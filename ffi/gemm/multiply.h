@@ -1,11 +1,10 @@
-// Tiles of fixed height, of 16-bit operands in every storage order.
+// Products in tiles of fixed height, of 16-bit operands.
 #pragma once
 
 #include "comm/platform/ptx/cta.h"
-#include "gemm/epilogue.h"
-#include "gemm/loop.h"
+#include "gemm/pipeline.h"
 #include "gemm/ptx/wgmma.h"
-#include "gemm/source.h"
+#include "gemm/schedule.h"
 
 namespace jax_ep::gemm {
 
@@ -84,42 +83,34 @@ JAX_EP_FN int multiply_rest(float (&d)[kRowSlabs<kBlockN>][kBlockN / 2], Memory&
   return last;
 }
 
-struct NoTaker {
-  JAX_EP_FN static void take() {}
-};
-
-// The base of main loops with tiles of fixed height: no queue, and nothing for the aux warps to do.
+// Tiles of fixed height: each warp computes their list.
 template <int kBlockN>
 struct FixedTiles {
   using Tile = gemm::Tile;
-  static constexpr bool kGathers = false;
-  template <class Aux>
-  using Memory = Shared<kBlockN, Aux>;
+  template <class HookMemory>
+  using Memory = Shared<kBlockN, HookMemory>;
+  struct NoTaker {
+    JAX_EP_FN static bool take() { return false; }
+  };
 
-  template <class Memory>
-  JAX_EP_FN static void open(Memory&) {}
-  JAX_EP_FN static void close() {}
-  template <class Memory>
-  JAX_EP_FN static Schedule tiles(Memory&, const Problem& problem, Part cta) {
+  JAX_EP_FN static void open(auto& /*shared*/, int /*takers*/) {}
+  JAX_EP_FN static Schedule list(auto& /*shared*/, const Problem& problem, Part cta) {
     return Schedule(problem, kBlockN, cta);
   }
-  template <class Memory, class Source>
-  JAX_EP_FN static NoTaker taker(Memory&, const Source&, const Problem&) {
-    return {};
-  }
-  template <class Memory, class Source>
-  JAX_EP_FN static void assist(Memory&, const Source&, const Problem&, Part, int /*aux_warp*/) {}
+  JAX_EP_FN static NoTaker taker(auto& /*shared*/, const auto& /*source*/, const Problem&) { return {}; }
+  JAX_EP_FN static void close() {}
 };
 
-// kMnA, kMnB: lhs is contiguous along m, rhs along n, instead of along k.
-template <class In, int kBlockN, bool kMnA, bool kMnB, class SourceOf = TileSource<kMnA, OneMatrix<kBlockN, kMnB>>>
-struct TileMainloop : FixedTiles<kBlockN> {
-  using Source = SourceOf;
+// The multiply step (kernel.h) of 16-bit operands in every storage order. kMnA, kMnB: lhs is contiguous along m, rhs
+// along n, instead of along k.
+template <class In, int kBlockN, bool kMnA, bool kMnB>
+struct MultiplyTiles {
+  using Tiles = FixedTiles<kBlockN>;
   using Accumulators = float[kRowSlabs<kBlockN>][kBlockN / 2];
   static constexpr bool kPingPong = is_ping_pong(kBlockN);
-  static constexpr int kAccumulators = kRowSlabs<kBlockN> * kBlockN / 2, kProducers = 1;
+  static constexpr int kRegisters = kRowSlabs<kBlockN> * kBlockN / 2;
 
-  JAX_EP_FN static bool has_work(const Source&, const Problem& problem, const Tile& tile, int warpgroup) {
+  JAX_EP_FN static bool has_work(const auto& /*source*/, const Problem& problem, const Tile& tile, int warpgroup) {
     const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
     const bool wanted = first_row < tile.row_end && tile.col < problem.n;
     const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // in zero_rows
@@ -127,9 +118,8 @@ struct TileMainloop : FixedTiles<kBlockN> {
   }
 
   // d = lhs x rhs. At edges only the tile's own columns and rows, rounded up to 64.
-  template <class Shared>
-  JAX_EP_FN static void accumulate(Accumulators& d, Shared& shared, const Source&, const Problem& problem,
-                                   const Tile& tile, PipelineState<Shared::kStages>& at, int warp, int lane) {
+  JAX_EP_FN static void accumulate(Accumulators& d, auto& shared, const auto& /*source*/, const Problem& problem,
+                                   const Tile& tile, auto& at, int warp, int lane) {
     const int warpgroup = warp / kWarpgroup;
     if (tile.k_begin >= tile.k_end) {
       set_zero(d);
@@ -167,26 +157,6 @@ struct TileMainloop : FixedTiles<kBlockN> {
     settle(d);
     if (running >= 0) consumer_release(&shared.empty[running], lane);
     if (kMnA && kMnB && rest >= 0) consumer_release(&shared.empty[rest], lane);
-  }
-
-  // Stores strips of 16 rows. If the contraction is split, the CTAs of the cluster swap and add halves first.
-  template <class Epilogue, class Shared>
-  JAX_EP_FN static void store(const Epilogue& epilogue, const Accumulators& d, Shared& shared, const Problem& problem,
-                              const Tile& tile, int& stored, int warp, int lane) {
-    static_assert(kStoresStrips<Epilogue, kBlockN>,
-                  "this epilogue must have store<kBlockN>(problem, tile, sums, "
-                  "buffers, strip, lane): see gemm/epilogue.h");
-#pragma unroll
-    for (int slab = 0; slab < kRowSlabs<kBlockN>; ++slab) {
-      const int strip = strip_of<kBlockN>(slab, warp);
-      if (!kCanSplit<kBlockN> || tile.common != Common::tile) {
-        epilogue.template store<kBlockN>(problem, tile, d[slab], shared.out[warp], strip, lane);
-      } else if constexpr (kCanSplit<kBlockN>) {
-        float half_d[kBlockN / 4];
-        swap_halves(half_d, d[slab], shared, stored++ & 1, warp, lane);
-        epilogue.template store<kBlockN / 2>(problem, tile, half_d, shared.out[warp], strip, lane);
-      }
-    }
   }
 };
 

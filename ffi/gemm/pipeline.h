@@ -26,25 +26,6 @@ struct PipelineState {
   }
 };
 
-// All threads of the cluster call. `consumers`: the warps of a CTA that release each stage. `producers`: the arrivals
-// that announce a full stage, besides the bytes.
-template <class Memory>
-JAX_EP_FN void open_pipeline(Memory& shared, int consumers, int producers) {
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Memory::kStages; ++stage) {
-      ptx::init_barrier(&shared.full[stage], producers);
-      ptx::init_barrier(&shared.empty[stage], consumers * kCluster);
-    }
-    for (uint64_t& turn : shared.turn) ptx::init_barrier(&turn, kWarpgroup);
-    for (int warp = 0; warp < kConsumerWarps; ++warp) {
-      ptx::init_barrier(&shared.swap_empty[warp], 1);
-      ptx::init_barrier(&shared.swap_full[warp], 32);
-    }
-    ptx::publish_barriers();
-  }
-  sync_cluster();
-}
-
 JAX_EP_FN void consumer_release(uint64_t* empty, int lane) {
   if (lane < kCluster) arrive_at_peer(empty, lane);
 }
@@ -72,24 +53,6 @@ JAX_EP_FN void await_turn(Memory& shared, int turn, int warpgroup) {
 template <bool kPingPong, class Memory>
 JAX_EP_FN void pass_turn(Memory& shared, int warpgroup, int lane) {
   if (kPingPong && lane == 0) ptx::arrive(&shared.turn[1 - warpgroup]);
-}
-
-// The registers of a thread. All threads start with an equal share of the SM's 64 K, in steps of 8. The other warps
-// give consumers what their accumulators need. They keep 24, the minimum, or more if they gather or run hooks (loop.h)
-// or consumers need fewer.
-constexpr int kStartRegisters = 64 * 1024 / kThreads / 8 * 8;
-struct Registers {
-  int consumer, other;
-};
-JAX_EP_CONSTANT_FN Registers registers_left(int other) {
-  return {kStartRegisters + (kStartRegisters - other) * (kThreads - kConsumers) / kConsumers, other};
-}
-template <class Aux, int kAccumulators, bool kGathers>
-JAX_EP_CONSTANT_FN Registers registers() {
-  constexpr bool kHooks = !std::is_empty_v<Aux>;
-  static_assert(kAccumulators == 128 ? !kHooks || !kGathers : kAccumulators == 192 && !kHooks, "no kernel has these");
-  if (kAccumulators == 128) return registers_left(kHooks ? 120 : 56);
-  return registers_left(kGathers ? 40 : 24);
 }
 
 }  // namespace jax_ep::gemm

@@ -40,7 +40,7 @@ constexpr Rates kH200ProductRates;
 
 Config plan_tiles(const Shape& shape, int sms);
 
-// A plan with tiles of fixed height, which hooks need (loop.h).
+// A plan with tiles of fixed height, which hooks need (kernel.h).
 Config plan_fixed(const Shape& shape, int sms);
 
 // Whether each tile can have two of the `sms`. Then both CTAs of a cluster take one tile, and half of its contraction

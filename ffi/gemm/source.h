@@ -1,22 +1,24 @@
-// Sources load the operands of a tile: the producer warp calls them to fill a stage.
+// Sources load the operands of tiles: the producer warp calls them to fill a stage.
 //
-// A source has
+// A source has (LoadsStages)
 //   kTerms     the number of pairs of operands whose products add up
 //   stage_k()  how much of a tile's contraction a stage holds: one block of kBlockK, or several
 //   open()     says what of a tile there is to load
-// load() all lanes of the warp call it when a stage is empty A block has kSlicesA slices of the operand that wgmma
-// takes as A, then the slices of the other operand. Main loops with swapped operands also need Weights, weights and
-// product (multiply_swapped.h), float8 needs kGathers and product (multiply_float8.h), and gathers need a gathering
-// source (kIsGatheringSource in gather.h).
+//   load()     fills a stage that is empty; all lanes of the warp call
+// A block has kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand. Sources of
+// swapped operands also have Weights, weights and product (multiply_swapped.h), those of float8 have product, and those
+// of gathers name what the aux warps gather (GathersRows in gather.h).
 #pragma once
 
+#include <concepts>
+
 #include "gemm/layout.h"
-#include "gemm/maps.h"
 #include "gemm/ptx/cluster.h"
 #include "gemm/ptx/tma.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/row_schedule.h"
 #include "gemm/schedule.h"
+#include "gemm/tensor_map.h"
 
 namespace jax_ep::gemm {
 
@@ -42,8 +44,24 @@ JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int
   }
 }
 
+// The number of stages of a tile. TMA pads the last stage of each term with zeros.
+template <class Source>
+JAX_EP_FN int stages_of(const auto& tile) {
+  return Source::kTerms * ceil_div(larger(tile.k_end - tile.k_begin, 0), Source::stage_k(tile));
+}
+
 // How many slices of 64 begin before `size`; at most `most`.
 JAX_EP_FN int slices_in(int size, int most) { return larger(0, smaller(ceil_div(size, kSlice), most)); }
+
+// `full`: the barrier of the stage, which counts the bytes.
+template <class Source, class Tile, class Hooks>
+concept LoadsStages = requires(const Source& source, const Problem& problem, const Tile& tile, const Hooks& hooks,
+                               char* stage, uint64_t* full) {
+  requires Source::kTerms >= 1;
+  { Source::stage_k(tile) } -> std::same_as<int>;
+  source.load(stage, problem, tile, /*opened=*/source.open(problem, tile, hooks), /*term=*/0, /*k=*/0,
+              /*cta_in_cluster=*/0, full);
+};
 
 // The first row of a tile's lhs, in the coordinates of `map`, which may cover only a part of the product.
 struct Rows {
@@ -113,8 +131,7 @@ struct TileSource {
   JAX_EP_FN TileSource(const CUtensorMap& lhs, const CUtensorMap& rhs) : lhs(lhs), rhs(rhs) {}
   JAX_EP_FN TileSource(const Maps& maps, const GroupedMatmul& product) : lhs(maps.lhs), rhs(maps, product) {}
 
-  template <class Hooks>
-  JAX_EP_FN Opened open(const Problem& problem, const Tile& tile, const Hooks& hooks) const {
+  JAX_EP_FN Opened open(const Problem& problem, const Tile& tile, const auto& hooks) const {
     return {hooks.before_tile(tile, lhs), slices_in(tile.row_end - tile.row, kSlicesA), rhs.slices(problem, tile)};
   }
   JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, const Opened& opened, int /*term*/, int k,
@@ -125,6 +142,15 @@ struct TileSource {
                                 tile.common == Common::lhs, cta_in_cluster, full);
     rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, opened.rhs, cta_in_cluster, full);
   }
+};
+
+// The same in float8.
+template <class Rhs>
+struct Float8Source : TileSource<false, Rhs> {
+  const GroupedMatmul& product;  // has the scales
+
+  JAX_EP_FN Float8Source(const Maps& maps, const GroupedMatmul& product)
+      : TileSource<false, Rhs>(maps, product), product(product) {}
 };
 
 // The weights of a tile with swapped operands: a matrix per group, stored [k, n] if kStoredKN. A CTA has its own 128
@@ -202,8 +228,7 @@ struct SwappedSource {
       : maps(maps), product(product), weights{maps, product} {}
 
   JAX_EP_FN static int stage_k(const RowTile& tile) { return stage_k_of(tile.rows); }
-  template <class Hooks>
-  JAX_EP_FN Opened open(const Problem& problem, const RowTile& tile, const Hooks&) const {
+  JAX_EP_FN Opened open(const Problem& problem, const RowTile& tile, const auto& /*hooks*/) const {
     return {weights.slices(problem, tile), ceil_div(tile.rows, kSlice)};
   }
   JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, const Opened& opened, int term,
@@ -218,6 +243,55 @@ struct SwappedSource {
                                             /*once=*/false, /*shared=*/true, cta_in_cluster, full);
     }
   }
+};
+
+// What TMA loads if rows are gathered and operands swapped: the weights. The CTAs of a cluster have the same weights
+// and different rows.
+template <class WeightsOf>
+struct WideSource {
+  using Weights = WeightsOf;
+  static constexpr int kTerms = 1, kColumns = Weights::kColumns;
+  static constexpr int kGatheredSlice = Weights::kSlices;  // the first in a stage
+
+  const GroupedMatmul& product;
+  Weights weights;
+
+  JAX_EP_FN WideSource(const Maps& maps, const GroupedMatmul& product) : product(product), weights{maps, product} {}
+  JAX_EP_FN static int stage_k(const RowTile&) { return kBlockK; }
+
+  JAX_EP_FN int open(const Problem& problem, const RowTile& tile, const auto& /*hooks*/) const {
+    return weights.slices(problem, tile);
+  }
+  JAX_EP_FN void load(char* stage, const Problem& /*problem*/, const RowTile& tile, int slices, int /*term*/, int k,
+                      int cta_in_cluster, uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, slices * kSliceBytes);
+    weights.load(stage, tile, 0, k, slices, cta_in_cluster, full);
+  }
+  JAX_EP_FN static int rows_of(const RowTile& tile) { return tile.rows; }
+};
+
+// What TMA loads if the left operand of tiles of fixed height is gathered: the right one.
+template <class Rhs>
+struct RightSource {
+  static constexpr int kTerms = 1, kGatheredSlice = 0;
+
+  const GroupedMatmul& product;
+  Rhs rhs;
+
+  JAX_EP_FN RightSource(const Maps& maps, const GroupedMatmul& product) : product(product), rhs(maps, product) {}
+  JAX_EP_FN static int stage_k(const Tile&) { return kBlockK; }
+
+  JAX_EP_FN int open(const Problem& problem, const Tile& tile, const auto& /*hooks*/) const {
+    return rhs.slices(problem, tile);
+  }
+  JAX_EP_FN void load(char* stage, const Problem& problem, const Tile& tile, int slices, int /*term*/, int k,
+                      int cta_in_cluster, uint64_t* full) const {
+    if (!elect_lane()) return;
+    ptx::arrive_expecting(full, slices * kSliceBytes);
+    rhs.load(stage + kSlicesA * kSliceBytes, problem, tile, k, slices, cta_in_cluster, full);
+  }
+  JAX_EP_FN static int rows_of(const Tile& tile) { return tile.row_end - tile.row; }
 };
 
 }  // namespace jax_ep::gemm

@@ -1,4 +1,4 @@
-// Makes tensor maps, which describe arrays to TMA.
+// Tensor maps, by which TMA finds the arrays of a product.
 #pragma once
 
 #include <cuda.h>
@@ -9,6 +9,12 @@
 #include "gemm/grouped_matmul.h"
 
 namespace jax_ep::gemm {
+
+// Maps of operands have boxes of 64 rows, a slice. Maps of results have boxes of 16 rows, a warp's. A map is set if the
+// product has the array.
+struct Maps {
+  CUtensorMap lhs, second_lhs, rhs, second_rhs, result, first_product, second_product;
+};
 
 // [count, outer, inner], without gaps. TMA treats two float8 values as one of 16 bits, so `inner` is even.
 struct Matrices {

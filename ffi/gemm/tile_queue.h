@@ -15,14 +15,6 @@ struct TileQueue {
 };
 constexpr int kNoTile = -1;
 
-// One thread calls, before any other uses the queue. `warps`: how many warps of each CTA work on tiles.
-JAX_EP_FN void open_queue(TileQueue& queue, int warps) {
-  for (int i = 0; i < TileQueue::kAhead; ++i) {
-    ptx::init_barrier(&queue.full[i], 1);
-    ptx::init_barrier(&queue.empty[i], warps * kCluster);
-  }
-}
-
 // One warp of a cluster takes tile pairs for all warps of both CTAs, and sends each CTA its tile. The first pair has
 // the number of the cluster. `counter`, which begins at 0, gives the next ones. Without a counter, each is the last one
 // plus the number of clusters.
@@ -87,8 +79,28 @@ class TakenTiles {
   PipelineState<TileQueue::kAhead> at_;
 };
 
-struct SwappedMemory : Shared<kMaxRows> {
-  TileQueue queue;
+// The tiles of a product with swapped operands.
+struct QueuedTiles {
+  using Tile = RowTile;
+  struct SwappedMemory : Shared<kMaxRows> {
+    TileQueue queue;
+  };
+  template <class>
+  using Memory = SwappedMemory;
+
+  // `takers`: how many aux warps of a CTA take tiles, besides the consumers and the producer.
+  JAX_EP_FN static void open(SwappedMemory& shared, int takers) {
+    for (int i = 0; i < TileQueue::kAhead; ++i) {
+      ptx::init_barrier(&shared.queue.full[i], 1);
+      ptx::init_barrier(&shared.queue.empty[i], (kConsumerWarps + 1 + takers) * kCluster);
+    }
+  }
+  JAX_EP_FN static TakenTiles list(SwappedMemory& shared, const Problem&, Part) { return TakenTiles(shared.queue); }
+  template <class Source>
+  JAX_EP_FN static TileTaker taker(SwappedMemory& shared, const Source& source, const Problem& problem) {
+    return TileTaker(shared.queue, problem, Source::kColumns, Source::Weights::kWide, source.product.counter);
+  }
+  JAX_EP_FN static void close() { sync_cluster(); }  // the other CTA may still arrive at this one's barriers
 };
 
 }  // namespace jax_ep::gemm

@@ -339,7 +339,7 @@ TEST_CASE("profiles: ended while ranks wait") {
 uint64_t product_word;  // of every device
 std::vector<uint64_t*> product_words(int) { return {&product_word}; }
 
-// What a CTA of a product records (gemm/loop.h).
+// What a CTA of a product records (gemm/kernel.h).
 void multiply_tiles(int cta, int tiles) {
   const auto* const timeline = reinterpret_cast<const Timeline*>(product_word);
   if (!timeline || static_cast<uint64_t>(cta) >= timeline->ctas) return;

@@ -7,7 +7,7 @@
 #include "comm/platform.h"
 #include "comm/platform/ptx/bulk.h"
 #include "comm/platform/ptx/cta.h"
-#include "gemm/multiply.h"
+#include "gemm/mainloops.h"
 #include "kernels/collective_matmul/all_gather.h"
 #include "kernels/collective_matmul/args.h"
 #include "kernels/collective_matmul/reduce.h"

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <type_traits>
 
 #include "gemm/grouped_matmul.h"
@@ -37,18 +36,14 @@ constexpr Element kElement = std::is_same_v<T, float>           ? Element::float
 // What a kernel serves.
 struct Form {
   Element in, out;
-  bool lhs_is_k_by_m, rhs_is_k_by_n;
+  bool lhs_is_k_by_m = false, rhs_is_k_by_n = false;
   int block_n;  // as in Config
   bool swap_ab = false;
   Formula formula = Formula::store;
   Activation activation = Activation::none;
   Gathered gathered = Gathered::none;
 
-  constexpr bool operator==(const Form& x) const {
-    return std::tie(in, out, lhs_is_k_by_m, rhs_is_k_by_n, block_n, swap_ab, formula, activation, gathered) ==
-           std::tie(x.in, x.out, x.lhs_is_k_by_m, x.rhs_is_k_by_n, x.block_n, x.swap_ab, x.formula, x.activation,
-                    x.gathered);
-  }
+  bool operator==(const Form&) const = default;
 };
 
 template <class Kernel>
@@ -58,7 +53,7 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file, and its `product_timeline` (gemm/loop.h) if they use it.
+// The kernels of a file, and its `product_timeline` (gemm/kernel.h) if they use it.
 template <class Kernel>
 struct Variants {
   const Variant<Kernel>* first;

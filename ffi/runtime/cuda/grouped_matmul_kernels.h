@@ -1,19 +1,20 @@
-// The kernels of products. Each grouped_matmul_*.cu has a table of some, so that they compile in parallel.
+// The kernels of products, in families. grouped_matmul_tables.h lists them.
 #pragma once
 
 #include "gemm/grouped_matmul.h"
-#include "gemm/maps.h"
 #include "gemm/problem.h"
+#include "gemm/tensor_map.h"
 #include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {
 
 using GroupedMatmulKernel = void (*)(Maps, Problem, GroupedMatmul);
 
-Variants<GroupedMatmulKernel> tile_kernels();
-Variants<GroupedMatmulKernel> swapped_kernels();
-Variants<GroupedMatmulKernel> gated_kernels();
-Variants<GroupedMatmulKernel> gathered_kernels();
-Variants<GroupedMatmulKernel> float8_kernels();
+enum class Family { tiles, swapped, gated, gathered, float8 };
+
+template <Family>
+struct Kernels {
+  static Variants<GroupedMatmulKernel> all();
+};
 
 }  // namespace jax_ep::gemm

@@ -12,7 +12,8 @@ namespace jax_ep::gemm {
 namespace {
 
 std::array<Variants<GroupedMatmulKernel>, 5> all_kernels() {
-  return {tile_kernels(), swapped_kernels(), gated_kernels(), gathered_kernels(), float8_kernels()};
+  return {Kernels<Family::tiles>::all(), Kernels<Family::swapped>::all(), Kernels<Family::gated>::all(),
+          Kernels<Family::gathered>::all(), Kernels<Family::float8>::all()};
 }
 
 // An array of the product; null if it has none.

@@ -1,8 +1,9 @@
-// Defines OverlapKernel: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA.
+// Defines OverlapKernel: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA. The kernels
+// of each Args are a file (ffi/kernel_instances.cmake), compiled for sm_90a alone.
 #pragma once
 
 #include "gemm/tensor_map.h"
-#include "kernels/collective_matmul/overlap.h"
+#include "kernels/collective_matmul/overlap_exchange.h"
 #include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/parameters.h"
@@ -53,6 +54,8 @@ inline std::optional<std::string> describe_own(const AllGatherMatmulArgs& args, 
 // Whether two ranks may exchange their tiles, instead of summing rows while the product runs.
 template <class Args>
 constexpr bool kMayExchange = std::is_same_v<Args, MatmulReduceArgs>;
+
+extern template struct OverlapKernel<MatmulExchangeArgs>;
 
 template <class Args>
 std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& config, gpu::Stream stream, const Comm& comm,

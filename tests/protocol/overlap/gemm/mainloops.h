@@ -1,5 +1,5 @@
 // The GEMM core of these tests: a product in float32 whose warps call the hooks of a collective as Hopper's do
-// (ffi/gemm/loop.h). A producer loads the rows of each tile, which says that they may be read, and eight consumer warps
+// (ffi/gemm/kernel.h). A producer loads the rows of each tile, which says that they may be read, and eight consumer warps
 // multiply and store. The contraction is never split, but tiles are shared as if it were.
 #pragma once
 
@@ -118,7 +118,7 @@ void run_matmul(char* memory, const typename Mainloop::Source& source, const Epi
     if (is_ping_pong(kBlockN) && taken % 2 != warp / kWarpgroup) continue;
     ptx::wait_count(&shared.loaded[taken], 1);
     for (int slab = 0; slab < kRowSlabs<kBlockN>; ++slab) {
-      const int strip = strip_of<kBlockN>(slab, warp);
+      const int strip = strip_of<kRowSlabs<kBlockN>>(slab, warp);
       const auto& lhs = shared.lhs[taken];
       if (tile.common == Common::tile)
         store_strip<kBlockN / 2>(lhs, source.rhs, epilogue, problem, tile, shared.out[warp], strip);

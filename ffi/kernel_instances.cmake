@@ -1,0 +1,18 @@
+# The kernels that take up to a minute each to compile: a file for each instance, so that they compile in parallel.
+#
+# kernel_instances(<result> <header> <statement> <instances>...): files with the statement for each @instance@.
+function(kernel_instances result header statement)
+  set(files)
+  foreach(instance ${ARGN})
+    string(CONFIGURE "#include \"${header}\"\n\nnamespace jax_ep {\n${statement}\n}\n" content @ONLY)
+    set(file ${CMAKE_CURRENT_BINARY_DIR}/instances/${result}_${instance}.cu)
+    file(CONFIGURE OUTPUT ${file} CONTENT "${content}" @ONLY)
+    list(APPEND files ${file})
+  endforeach()
+  set(${result} ${files} PARENT_SCOPE)
+endfunction()
+
+kernel_instances(grouped_matmul runtime/cuda/grouped_matmul_tables.h
+  "template struct gemm::Kernels<gemm::Family::@instance@>;" tiles swapped gated gathered float8)
+kernel_instances(collective_matmul runtime/cuda/overlap_launch.h
+  "template struct OverlapKernel<@instance@>;" MatmulReduceArgs AllGatherMatmulArgs MatmulExchangeArgs)
