@@ -41,7 +41,8 @@ expect count_here 'buffer_wbl2 sc1.*s_waitcnt.*global_atomic_add_x2.*s_waitcnt.*
 
 echo "| kernels | of | vector registers, most | scratch of a lane, bytes, most |"
 echo "|---|---|---|---|"
-for source in ffi/runtime/gpu/kernels.cu ffi/runtime/gpu/row_kernels_*.cu; do
+(cd "$work" && cmake -P "$OLDPWD/ffi/kernel_instances.cmake")
+for source in ffi/runtime/gpu/kernels.cu "$work"/instances/row_kernels_*.cu; do
   assemble "$source" "$work/kernels.s"
   awk -v source="${source##*/}" '
     function bound(what, most) {
