@@ -12,6 +12,9 @@ function(kernel_instances result header statement)
   set(${result} ${files} PARENT_SCOPE)
 endfunction()
 
+kernel_instances(row_kernels runtime/gpu/define_kernels.h
+  "#define JAX_EP_INSTANTIATE(Args) template struct Kernel<@instance@, Args>;\nJAX_EP_VALUE_KERNELS(JAX_EP_INSTANTIATE)"
+  float BFloat16 Float16)
 kernel_instances(grouped_matmul runtime/cuda/grouped_matmul_tables.h
   "template struct gemm::Kernels<gemm::Family::@instance@>;" tiles swapped gated gathered float8)
 kernel_instances(collective_matmul runtime/cuda/overlap_launch.h

@@ -41,7 +41,8 @@ expect claim 'buffer_wbl2 sc0 sc1.*s_waitcnt.*global_atomic_cmpswap_x2[^;]* sc1.
 expect publish_here 'buffer_wbl2 sc1.*s_waitcnt.*global_store_dwordx2[^;]*sc1'
 expect count_here 'buffer_wbl2 sc1.*s_waitcnt.*global_atomic_add_x2.*s_waitcnt.*buffer_inv sc1'
 
-sources=(ffi/runtime/gpu/kernels.cu ffi/runtime/gpu/row_kernels_*.cu)
+(cd "$work" && cmake -P "$OLDPWD/ffi/kernel_instances.cmake")
+sources=(ffi/runtime/gpu/kernels.cu "$work"/instances/row_kernels_*.cu)
 compilers=()
 for source in "${sources[@]}"; do
   { compile --cuda-host-only -fsyntax-only "$source" && assemble "$source" "$work/$(basename "$source").s"; } &

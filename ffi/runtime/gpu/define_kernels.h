@@ -1,5 +1,5 @@
-// The kernels of the ops on rows. They are instantiated in kernels.cu, and in one file for each dtype, as each takes a
-// minute to compile.
+// The kernels of the ops on rows. They are instantiated in kernels.cu, and in a file for each dtype
+// (ffi/kernel_instances.cmake).
 #pragma once
 
 #include "kernels/kernels.h"

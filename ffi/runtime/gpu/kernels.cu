@@ -1,4 +1,4 @@
-// The byte-wise kernels, and the launch of all kernels on rows. The value kernels are in row_kernels_*.cu.
+// The byte-wise kernels, and the launch of all kernels on rows. ffi/kernel_instances.cmake names the value kernels.
 #include "runtime/gpu/define_kernels.h"
 
 namespace jax_ep {
