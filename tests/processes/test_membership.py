@@ -136,13 +136,13 @@ def at(begun: int, ended: int, state: str = OPEN, last: str = "dispatch") -> Gro
 def test_who_does_not_come_to_an_op_is_named() -> None:
     """The one furthest behind, or in another op; nobody who is in the same op, and nobody by an idle process."""
     waits, same = Marks(3, 2, "combine"), at(3, 2, last="combine")
-    here = f"this process has waited for {LIMIT + 1} s in its op 3, combine"
+    here = f"op 3, combine: this process waited {LIMIT + 1} s"
     alike = "all ranks must run the same ops"
-    assert hang(waits, at(2, 2), at(1, 0)) == f"{OTHERS[2]} is in its op 1, dispatch; {here}"
-    assert hang(waits, at(2, 2), same) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
-    assert hang(waits, at(2, 2), at(3, 2)) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
-    assert hang(waits, same, at(3, 2)) == f"{OTHERS[2]} is in its op 3, dispatch; {here}: {alike}"
-    assert hang(waits, same, at(0, 0, CLOSED)) == f"{OTHERS[2]} has closed the group; {here}"
+    assert hang(waits, at(2, 2), at(1, 0)) == f"{here} for {OTHERS[2]} in vain: it is in its op 1, dispatch"
+    assert hang(waits, at(2, 2), same) == f"{here} for {OTHERS[1]} in vain: it has ended its op 2, dispatch"
+    assert hang(waits, at(2, 2), at(3, 2)) == f"{here} for {OTHERS[1]} in vain: it has ended its op 2, dispatch"
+    assert hang(waits, same, at(3, 2)) == f"{here}, but {OTHERS[2]} is in its op 3, dispatch: {alike}"
+    assert hang(waits, same, at(0, 0, CLOSED)) == f"{here} for {OTHERS[2]} in vain: it has closed the group"
     assert hang(waits, same, at(3, 3, CLOSED)) == ""
     assert hang(waits, same, at(4, 3)) == ""  # it was in the same op
     assert hang(waits, at(2, 2), same, silent=1) == ""  # it may be lost
