@@ -13,7 +13,7 @@ from jax_ep._kit.checks import Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
 from jax_ep.errors import JaxEpError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import native
-from jax_ep.runtime.liveness import Liveness
+from jax_ep.runtime.membership import Membership
 from jax_ep.runtime.watchdog import Watchdog
 
 _LOGGER = logging.getLogger("jax_ep")
@@ -85,7 +85,7 @@ class NodesBackend(Backend):
 
     Args:
       inside: of the ranks of each node. `Group` closes it after this one.
-      liveness: of the processes of other nodes; None if all nodes are in this process.
+      membership: of the processes of other nodes; None if all nodes are in this process.
       refusal, why_xla: as for `Backend`, of ops that do not serve nodes.
     """
 
@@ -93,15 +93,15 @@ class NodesBackend(Backend):
         self,
         ranks: Ranks,
         inside: Backend,
-        liveness: Liveness | None,
+        membership: Membership | None,
         refusal: str = "groups across nodes need implementation='xla', got 'kernels'",
         why_xla: str = "its kernels do not leave a node",
     ):
         super().__init__(ranks, inside.native, refusal, why_xla)
-        self._inside, self._liveness = inside, liveness
-        if liveness is not None:
+        self._inside, self._membership = inside, membership
+        if membership is not None:
             self.marked = None if self.native is None else inside.ranks
-            weakref.finalize(self, liveness.release).atexit = False
+            weakref.finalize(self, membership.release).atexit = False
 
     def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         if serves_nodes:
@@ -110,19 +110,19 @@ class NodesBackend(Backend):
 
     def error(self) -> JaxEpError | None:
         """The loss of a process of another node, or the error of this node's ranks that it did not cause."""
-        if self._liveness is None:
+        if self._membership is None:
             return self._inside.error()
-        if (lost := self._liveness.error()) is not None:
+        if (lost := self._membership.error()) is not None:
             return lost
         error = self._inside.error()
-        if isinstance(error, PeerTimeoutError) and (lost := self._liveness.error(in_vain=True)) is not None:
+        if isinstance(error, PeerTimeoutError) and (lost := self._membership.error(in_vain=True)) is not None:
             lost.__cause__ = error
             return lost
         return error
 
     def close(self, *, in_order: bool) -> None:
-        if self._liveness is not None:
-            self._liveness.close(in_order=in_order)  # it reads marks of the inner ranks
+        if self._membership is not None:
+            self._membership.close(in_order=in_order)  # it reads marks of the inner ranks
 
 
 def logged(op: str, implementation: Resolved, why: str) -> Resolved:

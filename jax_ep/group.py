@@ -19,7 +19,7 @@ from jax_ep.errors import CapacityError, GroupClosedError, InvalidRoutingError, 
 from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
 from jax_ep.runtime.agreement import Participants
-from jax_ep.runtime.liveness import Liveness, heartbeat_thread
+from jax_ep.runtime.membership import Membership, heartbeat_thread
 from jax_ep.runtime.progress import Progress
 
 OnLost = Literal["raise", "exit"]
@@ -121,11 +121,11 @@ class Group:
             with _open_lock:
                 _open.discard(inside)
             try:
-                liveness = self._liveness(ranks, inside._backend.native, waits, on_lost)
+                membership = self._membership(ranks, inside._backend.native, waits, on_lost)
             except BaseException:
                 inside._close(in_order=True)
                 raise
-            return NodesBackend(ranks, inside._backend, liveness)
+            return NodesBackend(ranks, inside._backend, membership)
         if self._spans_cpu_processes:
             refusal = "CPU groups of several processes need implementation='xla', got 'kernels'"
             return Backend(ranks, None, refusal, "kernels on a CPU do not leave their process")
@@ -135,7 +135,7 @@ class Group:
             say_once(who_computes(device), could_be)
             refusal = f"{why}; or pass implementation='auto' or 'xla'"
             inside = Backend(ranks, None, refusal, why)
-            return NodesBackend(ranks, inside, self._liveness(ranks, None, waits, on_lost), refusal, why)
+            return NodesBackend(ranks, inside, self._membership(ranks, None, waits, on_lost), refusal, why)
         if self.size > ffi.MAX_RANKS:
             raise ValueError(
                 f"Group: axis_name must have at most {ffi.MAX_RANKS} devices, got {self.size}: exchange over an axis "
@@ -145,17 +145,18 @@ class Group:
         opened = opening.open_native(ranks, max_sms=max_sms, **waits)
         return KernelBackend(*opened, repr(self), exits=on_lost == "exit")
 
-    def _liveness(
+    def _membership(
         self, ranks: Ranks, node: native.NativeGroup | None, waits: dict[str, Any], on_lost: OnLost
-    ) -> Liveness | None:
+    ) -> Membership | None:
         """Of the other processes; None if there are none. `node`: of the ranks of this process' node."""
         processes = topology.other_processes(self.mesh, checks.axes_of(self.axis_name))
         if not processes:
             return None
-        name, what, thread = repr(self), opening.identity(ranks), heartbeat_thread()
+        name, over = repr(self), opening.identity(ranks)
+        thread = heartbeat_thread(frozenset({jax.process_index(), *processes}))
         on_failure = partial(watchdog.handle_failure, node, name, on_lost == "exit")
         self._progress = Progress(tuple if node is None else node.marks)
-        return Liveness(name, what, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure)
+        return Membership(name, over, processes, **waits, thread=thread, progress=self._progress, on_lost=on_failure)
 
     @property
     def size(self) -> int:

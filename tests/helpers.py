@@ -330,8 +330,6 @@ class KeyValueStore:
         assert allow_overwrite or key not in self.left
         self.left[key] = value
 
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        return [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
-
     def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
-        return [(name, value.encode(errors="surrogateescape")) for name, value in self.key_value_dir_get(key)]
+        found = [(name, value) for name, value in list(self.left.items()) if name.startswith(key)]
+        return [(name, value.encode(errors="surrogateescape")) for name, value in found]

@@ -294,10 +294,10 @@ def hang(mesh: jax.sharding.Mesh, how: str) -> None:
     if exits or (how == "close" and not waits):
         time.sleep(3 * LOST_TIMEOUT)  # alive
     else:
-        last, here = "process 0 .* has ended its op", "this process has waited .* in its op"
+        waited = "dispatch .*: this process waited .* s for process 0 .* in vain: it has"
         seen = {
-            "close": (PeerLostError, f"process 0 .* has closed the group; {here} {begun + 1}, dispatch"),
-            "wait": (jax_ep.PeerTimeoutError, f"{last} {begun + 2}, combine .* {here} {begun + 3}, dispatch"),
+            "close": (PeerLostError, f"op {begun + 1}, {waited} closed the group"),
+            "wait": (jax_ep.PeerTimeoutError, f"op {begun + 3}, {waited} ended its op {begun + 2}, combine"),
         }
         error, match = seen[how] if waits else (PeerLostError, "process 1 .* left the group by an error")
         with pytest.raises(error, match=match):

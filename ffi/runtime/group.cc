@@ -27,10 +27,9 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
       processes_(std::move(neighbours.processes)),
       id_(id) {
   if (!processes_.empty())
-    sharing_ = std::make_unique<Sharing>(
-        Neighbours{processes_, std::move(neighbours.sockets), neighbours.open_timeout}, local_devices(),
-        Sharing::Hooks{[this](int process, const std::string& why) { lose(process, why); },
-                       [this] { return open_ ? local_epochs() : Epochs{}; }});
+    sharing_ =
+        std::make_unique<Sharing>(Neighbours{processes_, std::move(neighbours.sockets), neighbours.open_timeout},
+                                  local_devices(), [this](int process, const std::string& why) { lose(process, why); });
   if (lines_.empty() || lines_.front().empty())
     throw std::invalid_argument("Group: lines must have at least one device, got none");
   if (size() > kMaxRanks)
@@ -202,15 +201,6 @@ std::optional<RankId> Group::find_rank_id(int ordinal) const {
 void Group::close() {
   fail(closed_too_early());
   if (sharing_) sharing_->close();
-}
-
-Epochs Group::local_epochs() const {
-  Epochs epochs;
-  for (int line = 0; line < line_count(); ++line)
-    for (int rank = 0; rank < size(); ++rank)
-      if (const RankId rank_id{line, rank}; is_local(rank_id))
-        copy_array(device_of(rank_id), &epochs[index_of(rank_id)], &signal_pad(rank_id)->epoch, 1);
-  return epochs;
 }
 
 std::string Group::state_of(RankId rank_id) const {

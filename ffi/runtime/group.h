@@ -123,8 +123,7 @@ class Group {
   // staging. Sets the buffer's peer offsets. Throws std::runtime_error and GroupException.
   void* reach(RankId rank_id, int mail_index, void* data, std::size_t bytes, Comm* comm);
 
-  // Whether the process of another rank is slow or dead, for the text of an error. Empty for a rank of this process.
-  // Does not block.
+  // How the process of another rank is, for the text of an error. Empty for a rank of this process. Does not block.
   std::string state_of(RankId rank_id) const;
 
   // Test hook: from now on everything goes through staging.
@@ -144,7 +143,6 @@ class Group {
   void open_line(int line, bool poison);
   void* make_signal_pad(RankId rank_id);
   std::set<int> processes_of(int line) const;
-  Epochs local_epochs() const;
   Region staging(RankId rank_id, int mail_index, std::size_t bytes);
   // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
   void raise_acknowledged(RankId rank_id, int peer);

@@ -43,7 +43,7 @@ std::vector<Descriptor> take_descriptors(msghdr* header) {
 // The rule that a whole note breaks, or nothing.
 std::string breach_of(const Note& note, std::size_t descriptors) {
   const auto kind = static_cast<int32_t>(note.kind);
-  if (kind < 0 || note.kind > Note::Kind::heartbeat) return "it sent a note of an unknown kind " + std::to_string(kind);
+  if (kind < 0 || note.kind > Note::Kind::goodbye) return "it sent a note of an unknown kind " + std::to_string(kind);
   const std::size_t due = note.kind == Note::Kind::share;
   if (descriptors != due)
     return "it sent a note with " + std::to_string(descriptors) + " descriptors, not " + std::to_string(due);

@@ -9,15 +9,14 @@
 namespace jax_ep {
 
 struct Note {
-  enum class Kind : int32_t { share, mapped, refused, goodbye, heartbeat };
+  enum class Kind : int32_t { share, mapped, refused, goodbye };
 
   Kind kind;
-  int32_t rank_index;  // share: whose signal pad the region is, or -1. heartbeat: whose epoch it is, or -1
+  int32_t rank_index;  // share: whose signal pad the region is, or -1
   uint64_t owner;      // share: a number of the process that has the region
   uint64_t region;     // its number there
   uint64_t bytes;
   uint64_t base;   // mapped: the address in the answering process
-  uint64_t epoch;  // heartbeat: ops that the rank has finished
   char text[160];  // refused: why
 };
 

@@ -2,9 +2,11 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <fstream>
 #include <random>
 #include <stdexcept>
 
@@ -92,16 +94,31 @@ Note request_of(const Region& region, int rank_index) {
   return note;
 }
 
-std::string name_of(int process) { return "process " + std::to_string(process) + " of the group "; }
+std::string name_of(int process) { return "process " + std::to_string(process) + " "; }
+
+// How the process is that connected the other end of a socket. A child that it forked may hold the socket open when it
+// has ended. Nobody can tell of a process of another PID namespace, which has the number zero here.
+const char* state_behind(int socket) {
+  ucred peer{};
+  socklen_t bytes = sizeof(peer);
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0 || peer.pid <= 0) return "it is alive";
+  std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");  // "number (name) state ..."
+  std::string line;
+  std::getline(file, line);
+  const std::size_t name_end = line.rfind(") ");
+  const char state = name_end == std::string::npos ? 'X' : line[name_end + 2];
+  if (state == 'T' || state == 't') return "it is stopped";
+  return state == 'X' || state == 'Z' ? "it has ended" : "it is alive";
+}
 
 }  // namespace
 
-Sharing::Sharing(const Neighbours& neighbours, std::vector<int> devices, Hooks hooks)
+Sharing::Sharing(const Neighbours& neighbours, std::vector<int> devices, Lost lost)
     : processes_(neighbours.processes),
       devices_(std::move(devices)),
-      hooks_(std::move(hooks)),
+      lost_(std::move(lost)),
       timeout_(neighbours.open_timeout) {
-  for (const int socket : neighbours.sockets) peers_.push_back({socket >= 0, Outbox(Descriptor(socket)), {}, 0, ""});
+  for (const int socket : neighbours.sockets) peers_.push_back({socket >= 0, Outbox(Descriptor(socket)), 0, ""});
   wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!wake_) throw std::runtime_error("jax_ep: this process has too many files open to create a group");
   thread_ = std::thread([this] { serve(); });
@@ -180,22 +197,16 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
 // The thread's loop, until this process closes.
 void Sharing::serve() {
   name_thread("jax_ep sharing");
-  Clock::time_point next_beat = Clock::now() + LastSeen::kPeriod;
   for (;;) {
-    listen_until(next_beat);
-    {
-      std::lock_guard lock(mutex_);
-      if (closing_) break;
-    }
-    if (Clock::now() < next_beat) continue;
-    beat();
-    next_beat = Clock::now() + LastSeen::kPeriod;
+    listen();
+    std::lock_guard lock(mutex_);
+    if (closing_) break;
   }
   say_goodbye();
 }
 
-// Reads one message of every peer that has one.
-void Sharing::listen_until(Clock::time_point moment) {
+// Waits, and reads one message of every peer that has one.
+void Sharing::listen() {
   std::vector<pollfd> watched{{wake_.get(), POLLIN, 0}};
   std::vector<int> processes{-1};
   {
@@ -208,7 +219,7 @@ void Sharing::listen_until(Clock::time_point moment) {
       processes.push_back(static_cast<int>(process));
     }
   }
-  if (poll(watched.data(), watched.size(), milliseconds_until(moment)) <= 0) return;
+  if (poll(watched.data(), watched.size(), -1) <= 0) return;
   eventfd_t ignored;
   if (watched[0].revents) eventfd_read(wake_.get(), &ignored);
   for (std::size_t i = 1; i < watched.size(); ++i) {
@@ -254,26 +265,6 @@ void Sharing::say_goodbye() {
   }
 }
 
-void Sharing::beat() {
-  Epochs epochs;
-  try {
-    epochs = hooks_.epochs();
-  } catch (const std::exception&) {  // alive all the same
-  }
-  std::lock_guard lock(mutex_);
-  epochs_ = epochs;
-  if (epochs.empty()) epochs.emplace(kNoRankIndex, 0);
-  for (std::size_t process = 0; process < peers_.size(); ++process) {
-    if (peers_[process].outbox.waiting()) continue;  // the process does not read
-    for (const auto& [rank_index, epoch] : epochs) {
-      Note note = note_of(Note::Kind::heartbeat);
-      note.rank_index = rank_index;
-      note.epoch = epoch;
-      push(static_cast<int>(process), note);
-    }
-  }
-}
-
 // The caller holds the lock, so notes arrive in the order in which they were pushed.
 void Sharing::push(int process, const Note& note, int descriptor) {
   Peer& peer = peers_[process];
@@ -285,20 +276,15 @@ void Sharing::wake() { eventfd_write(wake_.get(), 1); }
 void Sharing::handle(int process, const Note& note, const Descriptor& descriptor) {
   if (note.kind == Note::Kind::share) return map(process, note, descriptor);
   std::lock_guard lock(mutex_);
-  Peer& peer = peers_[process];
-  peer.last_seen.beat();
   if (note.kind == Note::Kind::goodbye) {
-    peer.gone = "has left it";
-    peer.outbox.clear();
-  } else if (note.kind == Note::Kind::heartbeat) {
-    if (note.rank_index != kNoRankIndex) peer.last_seen.note(note.rank_index, note.epoch);
-    return;
+    peers_[process].gone = "has closed the group";
+    peers_[process].outbox.clear();
   } else {
     Answer& answer = shared_[note.region][process];
     answer.answered = true;
     if (note.kind == Note::Kind::mapped) answer.base = reinterpret_cast<char*>(note.base);
     if (note.kind == Note::Kind::refused)
-      answer.refusal = "process " + std::to_string(process) + " of the group: " + note.text;
+      answer.refusal = name_of(process) + "did not map this process' memory: " + note.text;
   }
   changed_.notify_all();
 }
@@ -318,7 +304,6 @@ void Sharing::map(int process, const Note& request, const Descriptor& descriptor
     std::snprintf(answer.text, sizeof(answer.text), "%s", error.what());
   }
   std::lock_guard lock(mutex_);
-  peers_[process].last_seen.beat();
   peers_[process].owner = request.owner;
   push(process, answer);  // before a thread of this process sees the signal pad, and may close the group
   if (!base) return;
@@ -335,7 +320,7 @@ void Sharing::lose(int process, const std::string& why) {
     if (closing_) return;
   }
   try {
-    hooks_.lost(process, why);
+    lost_(process, why);
   } catch (const std::exception&) {  // then the kernels find out by their deadline
   }
   changed_.notify_all();
@@ -359,10 +344,6 @@ std::string Sharing::breach_of(int process, const Note& note) const {
       if (!due) return "it answered what it was not asked";
       return note.kind == Note::Kind::mapped && !note.base ? "it mapped memory at address zero" : "";
     }
-    case Note::Kind::heartbeat:
-      return note.rank_index == kNoRankIndex || lives_at(note.rank_index, process)
-                 ? ""
-                 : "it sent the epoch of a rank that it does not have";
     case Note::Kind::goodbye:
       break;
   }
@@ -387,7 +368,7 @@ std::string Sharing::state_of(int process) const {
 std::string Sharing::state_here(int process) const {
   const Peer& peer = peers_.at(process);
   if (!peer.gone.empty()) return "it " + peer.gone;
-  return peer.last_seen.describe(epochs_, processes_.empty() ? 1 : static_cast<int>(processes_.front().size()));
+  return state_behind(peer.outbox.socket());
 }
 
 }  // namespace jax_ep

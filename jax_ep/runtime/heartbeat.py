@@ -1,33 +1,38 @@
 """Heartbeats in the key-value store of jax.distributed: each says that a process lives, and which groups it has.
 
-A process that has a group across nodes writes its heartbeat under its own key several times a second: a count, and its
-part of each group. It reads the heartbeats of all others.
+A *company* is the set of processes that lines of a group connect. While a process opens a group of a company, or has
+one across nodes, it writes its heartbeat into the company's folder several times a second: a count, and its part of
+each group. It reads the heartbeats of the others there.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 
-from jax_ep.runtime.store import Store
-
 _LOGGER = logging.getLogger("jax_ep")
-_FOLDER = "jax_ep/heartbeat/2"  # in the store, with the version of what is written; a key there for each process
+_FOLDER = "jax_ep/heartbeat/3"  # in the store, with the version of what is written; a folder there for each company
 _PERIOD_SECONDS = 0.25  # between two heartbeats of a process
-_OPENING_SECONDS = 0.025  # the same, while the process opens a group
-_READS_A_SECOND = 256  # of all processes together; with many processes heartbeats become rarer
-_JOIN_SECONDS = 1.0
+OPENING_SECONDS = 0.01  # the same, while the process opens a group
+_READS_A_SECOND = 256  # of a company together; with many processes heartbeats become rarer
+JOIN_SECONDS = 1.0  # for a thread that ends
 _MOST_ENDED = 4  # parts that a heartbeat still names
 
 OPENING, OPEN, CLOSED, LEFT = "opening", "open", "closed", "left"  # left: by an error
+
+
+def hash_of(*texts: str) -> str:
+    """A short name of texts, in their order, that is the same in all processes."""
+    return hashlib.sha256(" ".join(texts).encode()).hexdigest()[:16]
 
 
 class GroupPart(NamedTuple):
@@ -35,14 +40,18 @@ class GroupPart(NamedTuple):
 
     group: str  # what the group is over
     state: str
-    seen: str  # a hash of the parts of the group, of all processes, that this process has seen
+    seen: str = ""  # a hash of the parts of the group, of all processes, that this process has seen
+    host: str = ""  # of the process, if all must be on one
+    taken: tuple[int, ...] = ()  # numbers that the group must not get
     begun: int = 0  # ops of the group
     ended: int = 0
     last: str = ""  # the op that was begun last
 
     @classmethod
-    def parse(cls, group: str, state: str, seen: str, begun: int, ended: int, last: str, *_: object) -> Self:
-        return cls(str(group), str(state), str(seen), int(begun), int(ended), str(last))
+    def parse(cls, fields: Iterable[Any]) -> Self:
+        group, state, seen, host, taken, begun, ended, last, *_ = fields
+        numbers = tuple(map(int, taken))
+        return cls(str(group), str(state), str(seen), str(host), numbers, int(begun), int(ended), str(last))
 
 
 class Heartbeat(NamedTuple):
@@ -61,12 +70,19 @@ class Heartbeat(NamedTuple):
         """
         try:
             incarnation, beat, parts, *_ = json.loads(text)
-            return cls(incarnation, beat, {key: GroupPart.parse(*part) for key, part in parts.items()})
+            return cls(incarnation, beat, {key: GroupPart.parse(part) for key, part in parts.items()})
         except (TypeError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError(f"no heartbeat: {text!r}") from error
 
     def __str__(self) -> str:
         return json.dumps(self)
+
+
+class Store(Protocol):
+    """What we use of the client of jax.distributed. The store itself is in process 0."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]: ...  # of any bytes
 
 
 class Readings(NamedTuple):
@@ -77,17 +93,20 @@ class Readings(NamedTuple):
 
 
 class HeartbeatThread:
-    """Writes the heartbeat of process `me` and reads the heartbeats of all, in a thread that runs while it has parts.
+    """Writes the heartbeat of process `me` and reads those of its company, in a thread that runs while it has parts.
 
     Args:
       store: returns the store, or None while jax.distributed is not initialized.
+      company: the numbers of its processes.
     """
 
-    def __init__(self, store: Callable[[], Store | None], me: int):
+    def __init__(self, store: Callable[[], Store | None], me: int, company: Iterable[int]):
         self.readings = Readings(0, {})
         self.failure: Exception | None = None  # that ended the thread
-        self.meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group: one thread at a time
-        self._store, self._key, self._incarnation = store, f"{_FOLDER}/{me}", secrets.token_hex(4)
+        self.unanswered: Exception | None = None  # of the store, when it was last asked
+        self._store, self._me, self._incarnation = store, me, secrets.token_hex(4)
+        self._folder = f"{_FOLDER}/{hash_of(*map(str, sorted(company)))}"
+        self._meeting: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by group
         self._parts: dict[str, GroupPart] = {}
         self._beats = itertools.count(1)
         self._lock = threading.Lock()
@@ -104,17 +123,28 @@ class HeartbeatThread:
         """Whether it has stopped: no part is left, jax.distributed was shut down, or it has failed."""
         return self.failure is not None or self._thread is None or not self._thread.is_alive()
 
-    def begin(self, group: str) -> str:
-        """A new part, by its id."""
+    @contextlib.contextmanager
+    def opening(self, over: str, host: str = "", taken: Collection[int] = ()) -> Iterator[str]:
+        """A new part of the group `over`, by its id, which only readers of the store know. One thread at a time is in
+        such a block of a group. If the block raises, the part is left.
+        """
+        with self._meeting[over]:
+            part = secrets.token_hex(16)
+            self._begin(part, GroupPart(hash_of(over), OPENING, host=host, taken=tuple(taken)))
+            try:
+                yield part
+            except BaseException:
+                self.update(part, state=LEFT)
+                raise
+
+    def _begin(self, part: str, begun: GroupPart) -> None:
         with self._lock:
-            part = secrets.token_hex(4)
-            self._parts[part] = GroupPart(group, OPENING, "")
+            self._parts[part] = begun
             if self._stopped.is_set() or self.over:
                 self._stopped, self.failure = threading.Event(), None
                 run = partial(self._run, self._stopped)
                 self._thread = threading.Thread(target=run, name="jax_ep heartbeat", daemon=True)
                 self._thread.start()
-        return part
 
     def update(self, part: str, **changed: str | int) -> None:
         """Changes fields of a part. It ends once, by its `state`."""
@@ -138,7 +168,7 @@ class HeartbeatThread:
     def _join(self) -> None:
         """Waits for the last heartbeat, but not for a coordinator that does not answer."""
         if self._thread is not None:
-            self._thread.join(timeout=_JOIN_SECONDS)
+            self._thread.join(timeout=JOIN_SECONDS)
 
     def _run(self, stopped: threading.Event) -> None:
         try:
@@ -157,18 +187,22 @@ class HeartbeatThread:
             return False
         with self._lock:
             heartbeat = Heartbeat(self._incarnation, next(self._beats), dict(self._parts))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            store.key_value_set(self._key, str(heartbeat), allow_overwrite=True)
-            readings: dict[int, Heartbeat] = {}
-            for key, text in store.key_value_dir_get_bytes(f"{_FOLDER}/"):
-                process = key.removeprefix(f"{_FOLDER}/")
-                with contextlib.suppress(ValueError):  # somebody else wrote it
-                    if str(int(process)) == process:
-                        readings[int(process)] = Heartbeat.parse(text)
-            self.readings = Readings(self.readings.reads + 1, readings)
+        try:
+            store.key_value_set(f"{self._folder}/{self._me}", str(heartbeat), allow_overwrite=True)
+            found = store.key_value_dir_get_bytes(f"{self._folder}/")
+        except jax.errors.JaxRuntimeError as error:
+            self.unanswered = error
+            return True
+        readings: dict[int, Heartbeat] = {}
+        for key, text in found:
+            process = key.removeprefix(f"{self._folder}/")
+            with contextlib.suppress(ValueError):  # somebody else wrote it
+                if str(int(process)) == process:
+                    readings[int(process)] = Heartbeat.parse(text)
+        self.readings, self.unanswered = Readings(self.readings.reads + 1, readings), None
         return True
 
     def _pause(self) -> float:
         with self._lock:
             opens = any(part.state == OPENING for part in self._parts.values())
-        return max(_OPENING_SECONDS, len(self.readings.by_process) / _READS_A_SECOND) if opens else self.period
+        return max(OPENING_SECONDS, len(self.readings.by_process) / _READS_A_SECOND) if opens else self.period

@@ -53,7 +53,7 @@ class RankHistory(NamedTuple):
     line: int
     rank: int
     finished: int  # ops
-    process: str  # the state of the rank's process, by its heartbeats; empty for this process
+    process: str  # how the rank's process is; empty for this process
     waited_ns: list[int]  # for each rank of the line, in longer waits
     received_bytes: list[int]  # of rows, from each rank of the line, over all ops
     ops: list[OpRecord]  # the last 64 at most, in order

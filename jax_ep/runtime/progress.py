@@ -62,21 +62,21 @@ class HangDetector:
         self._marks, self._seconds = marks, self._seconds + passed if waits else 0.0
         if self._seconds <= self._limit:
             return None
-        here = f"this process has waited for {self._seconds:.1f} s in its op {marks.begun}, {marks.last}"
+        here, waited = f"op {marks.begun}, {marks.last}", f"this process waited {self._seconds:.1f} s"
         behind: list[tuple[int, str]] = []
         differs: list[str] = []
         for process, who in self._others.items():
             part = readings.by_process[process].parts.get(self._parts[process])
             if part is None or (part.state == CLOSED and part.begun < marks.begun):
-                return PeerLostError(f"{who} has closed the group; {here}")
+                return PeerLostError(f"{here}: {waited} for {who} in vain: it has closed the group")
             if part.state == OPEN and self._lives(process):
                 if part.begun < marks.begun:
-                    behind.append((part.begun, f"{who} {_position(part)}"))
+                    behind.append((part.begun, f"{here}: {waited} for {who} in vain: it {_position(part)}"))
                 elif part.begun == marks.begun and part.last != marks.last:
-                    differs.append(f"{who} {_position(part)}")
+                    differs.append(f"{here}: {waited}, but {who} {_position(part)}: all ranks must run the same ops")
         if behind:
-            return PeerTimeoutError(f"{min(behind)[1]}; {here}")
-        return MismatchError(f"{differs[0]}; {here}: all ranks must run the same ops") if differs else None
+            return PeerTimeoutError(min(behind)[1])
+        return MismatchError(differs[0]) if differs else None
 
 
 def _position(part: GroupPart) -> str:

@@ -15,12 +15,9 @@ from jax.sharding import Mesh
 
 from jax_ep._kit import checks, meshes
 from jax_ep._kit.checks import AxisName
-from jax_ep.errors import PeerTimeoutError
-from jax_ep.runtime import bootstrap, rendezvous
-from jax_ep.runtime.store import store
+from jax_ep.runtime import bootstrap
+from jax_ep.runtime.membership import heartbeat_thread, hosts_of
 from jax_ep.runtime.timeouts import Deadline
-
-_FOLDER = "jax_ep/node"  # in the key-value store of jax.distributed
 
 
 def lines(mesh: Mesh, axes: Sequence[str]) -> list[list[Any]]:
@@ -40,10 +37,18 @@ def spans_processes(mesh: Mesh, axes: Sequence[str]) -> bool:
     return any(len(set(line)) > 1 for line in processes(mesh, axes))
 
 
+def company(lines: Sequence[Sequence[int]], me: int) -> set[int]:
+    """The processes that lines, of the process of each rank, connect with process `me`, directly or through others."""
+    met, found = set[int](), {me}
+    while met != found:
+        met, found = found, found.union(*(line for line in lines if found & {*line}))
+    return met
+
+
 def other_processes(mesh: Mesh, axes: Sequence[str]) -> dict[int, str]:
     """The processes that lines along `axes` join with this one, directly or not, and what errors call them."""
-    everywhere, ranks = processes(mesh, axes), defaultdict[int, set[int]](set)
-    others = rendezvous.neighbours(everywhere, jax.process_index()).keys() - {jax.process_index()}
+    everywhere, ranks, me = processes(mesh, axes), defaultdict[int, set[int]](set), jax.process_index()
+    others = company(everywhere, me) - {me}
     for line in everywhere:
         for rank, process in enumerate(line):
             ranks[process].add(rank)
@@ -65,7 +70,7 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
     Raises:
       TypeError, ValueError: `wanted` is no bool, or there is no axis left for the inside of nodes.
       PlatformError: there are several processes, and `jax.distributed.initialize` was not called.
-      PeerTimeoutError: a process did not call it within the timeout.
+      PeerTimeoutError, PeerLostError: a process did not call it within the timeout, or the store does not answer.
     """
     axes = checks.axes_of(axis_name)
     if wanted is not None:
@@ -89,12 +94,5 @@ def crosses_nodes(mesh: Mesh, axis_name: AxisName, platform: str, wanted: bool |
 def _nodes_of(platform: str, everyone: Collection[int], timeout: Deadline) -> dict[int, str]:
     if platform == "cpu" or len(everyone) == 1:
         return {process: str(process) for process in everyone}
-    client = store()
-    client.key_value_set(f"{_FOLDER}/{jax.process_index()}", bootstrap.host_identity(), allow_overwrite=True)
-    found: dict[int, str] = {}
-    for process in sorted(everyone):
-        try:
-            found[process] = client.blocking_key_value_get(f"{_FOLDER}/{process}", max(1, int(timeout.left() * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            raise PeerTimeoutError(f"Group: process {process} did not say which host it is on: {error}") from error
-    return found
+    me, thread = jax.process_index(), heartbeat_thread(frozenset(everyone))
+    return hosts_of(thread, me, {*everyone} - {me}, bootstrap.host_identity(), timeout)

@@ -274,8 +274,8 @@ def test_one_deadline_for_all_that_opening_waits_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(opening, "open_native", slow(opening.open_native))
     monkeypatch.setattr(topology, "other_processes", lambda *_: {1: "process 1"})
     store = helpers.KeyValueStore()
-    heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0)
-    monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda: heartbeat_thread)
+    heartbeat_thread = heartbeat.HeartbeatThread(lambda: store, 0, {0, 1})
+    monkeypatch.setattr("jax_ep.group.heartbeat_thread", lambda _: heartbeat_thread)
     start = time.monotonic()
     with pytest.raises(jax_ep.PeerTimeoutError, match=r"process 1 did not create its part of the group within 1\.2 s"):
         over(2, 2, open_timeout=1.2)

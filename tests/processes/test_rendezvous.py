@@ -1,6 +1,7 @@
-"""Processes that meet, here played by threads: all of them or none, whoever is late, and however often."""
+"""Processes of one host that meet and connect, here played by threads: all of them or none."""
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,7 +12,9 @@ import pytest
 from helpers import KeyValueStore
 
 from jax_ep import PeerLostError, PeerTimeoutError, PlatformError
-from jax_ep.runtime import bootstrap, rendezvous
+from jax_ep.runtime import bootstrap, rendezvous, topology
+from jax_ep.runtime.heartbeat import HeartbeatThread
+from jax_ep.runtime.timeouts import Deadline
 
 TIMEOUT = 30.0
 PAIR, TRIPLE = [[0, 1]], [[0, 1, 2]]
@@ -19,39 +22,54 @@ PAIR, TRIPLE = [[0, 1]], [[0, 1, 2]]
 pytestmark = pytest.mark.skipif(not Path("/proc/self/ns/net").exists(), reason="needs Linux")
 
 
+Joined = tuple[int, dict[int, socket.socket]]
+
+
 class Processes:
+    """Processes that join groups over "what". Each has a heartbeat thread for every company."""
+
     def __init__(self, pool: ThreadPoolExecutor):
         self.store, self._pool = KeyValueStore(), pool
+        self.threads: dict[tuple[int, frozenset[int]], HeartbeatThread] = {}
+
+    def thread(self, me: int, lines: Sequence[Sequence[int]]) -> HeartbeatThread:
+        company = frozenset(topology.company(lines, me))
+        new = HeartbeatThread(lambda: self.store, me, company)
+        return self.threads.setdefault((me, company), new)
 
     def start(
         self, me: int, lines: Sequence[Sequence[int]], timeout: float = TIMEOUT, taken: Sequence[int] = ()
-    ) -> "Future[rendezvous.Meeting]":
-        return self._pool.submit(rendezvous.meet, self.store, "key", me, lines, taken=taken, timeout=timeout)
+    ) -> Future[Joined]:
+        thread = self.thread(me, lines)
+        return self._pool.submit(rendezvous.join, thread, "what", me, lines, {*taken}, Deadline(timeout))
 
 
 @pytest.fixture
 def processes() -> Iterator[Processes]:
     with ThreadPoolExecutor(8) as pool:
-        yield Processes(pool)
+        found = Processes(pool)
+        yield found
+        for thread in found.threads.values():
+            thread.stop()
 
 
-def assert_met(meetings: "dict[int, Future[rendezvous.Meeting]]", lines: Sequence[Sequence[int]]) -> int:
+def assert_met(meetings: dict[int, Future[Joined]], lines: Sequence[Sequence[int]]) -> int:
     """Every two that share a line are connected with each other, and nobody else; their number."""
     results = {process: meeting.result(TIMEOUT) for process, meeting in meetings.items()}
     with contextlib.ExitStack() as stack:
-        for result in results.values():
-            for end in result.sockets.values():
+        for _, sockets in results.values():
+            for end in sockets.values():
                 stack.enter_context(end)
                 assert end.getblocking()
-        for process, result in results.items():
-            assert set(result.sockets) == {p for line in lines if process in line for p in line} - {process}
-            for peer, end in result.sockets.items():
+        for process, (_, sockets) in results.items():
+            assert set(sockets) == {p for line in lines if process in line for p in line} - {process}
+            for peer, end in sockets.items():
                 end.send(f"{process} to {peer}".encode())
-        for process, result in results.items():
-            for peer, end in result.sockets.items():
+        for process, (_, sockets) in results.items():
+            for peer, end in sockets.items():
                 end.settimeout(TIMEOUT)
                 assert end.recv(64) == f"{peer} to {process}".encode()
-    [number] = {result.number for result in results.values()}
+    [number] = {number for number, _ in results.values()}
     return number
 
 
@@ -61,7 +79,7 @@ def assert_met(meetings: "dict[int, Future[rendezvous.Meeting]]", lines: Sequenc
         PAIR,
         [[3, 1, 4, 0]],
         [[0, 0, 2, 2], [1, 1, 3, 3]],  # processes 0 and 1 never hear of each other
-        [[0, 1], [1, 2], [2, 3], [4, 4]],  # process 0 introduces 2 and 3, and 4 is alone
+        [[0, 1], [1, 2], [2, 3], [4, 4]],  # process 0 meets 2 and 3, too, and 4 is alone
     ],
     ids=str,
 )
@@ -76,26 +94,6 @@ def test_the_number_is_free_everywhere(processes: Processes) -> None:
     assert assert_met({me: processes.start(me, TRIPLE, taken=numbers) for me, numbers in taken.items()}, TRIPLE) == 2
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_late_again_and_again(late: int, processes: Processes) -> None:
-    """All fail, the late one alone too, and yet they meet when they come together; one stays till the others return."""
-    others = {0, 1, 2} - {late}
-    for _ in range(2):
-        failing = [processes.start(me, TRIPLE, timeout=0.3) for me in others]
-        for each in failing:
-            with pytest.raises(PeerTimeoutError, match=f"process {late} did not create its part .* within 0.3 s"):
-                each.result(TIMEOUT)
-        with pytest.raises(PeerTimeoutError, match=r"process [\d, ]+ did not"):
-            processes.start(late, TRIPLE, timeout=0.3).result(TIMEOUT)
-    meetings = {late: processes.start(late, TRIPLE)}
-    for _ in range(2):  # one of the others comes and goes, before both come
-        with pytest.raises(PeerTimeoutError):
-            processes.start(min(others), TRIPLE, timeout=0.3).result(TIMEOUT)
-    meetings |= {me: processes.start(me, TRIPLE) for me in others}
-    assert_met(meetings, TRIPLE)
-    assert_met({me: processes.start(me, TRIPLE) for me in (0, 1, 2)}, TRIPLE)
-
-
 def test_all_who_are_missing_are_named(processes: Processes) -> None:
     lines = [[0, 1, 2, 3]]
     here = [processes.start(me, lines, timeout=0.5) for me in (0, 2)]
@@ -104,19 +102,41 @@ def test_all_who_are_missing_are_named(processes: Processes) -> None:
             each.result(TIMEOUT)
 
 
-@pytest.mark.parametrize("restarted", [0, 1])
-def test_a_process_that_died_on_the_way(restarted: int, processes: Processes) -> None:
-    """What it left behind misleads nobody: it comes again while the other still waits for it."""
-    other, store = 1 - restarted, processes.store
-    store.key_value_set("key/0/host/0", bootstrap.host_identity())
-    store.key_value_set("key/0/secret/0", "of a leader that is dead")
-    waiting = processes.start(other, TRIPLE)
-    if restarted == 1:
-        while store.left["key/0/secret/0"].startswith("of"):
-            time.sleep(0.01)
-        bootstrap.connect(store.left["key/0/secret/0"], 1, 0, b"[]", timeout=TIMEOUT).close()
-    time.sleep(0.1)
-    assert_met({other: waiting, restarted: processes.start(restarted, TRIPLE), 2: processes.start(2, TRIPLE)}, TRIPLE)
+def gone(*_: object) -> None:
+    raise OSError("it has gone")
+
+
+@pytest.mark.parametrize(("goes", "stays"), [(0, 1), (1, 0)])
+def test_a_process_that_goes_at_the_very_end(
+    goes: int, stays: int, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All have met, and it does not connect."""
+    connect = rendezvous._connect
+    monkeypatch.setattr(rendezvous, "_connect", lambda *args: (gone if args[1] == goes else connect)(*args))
+    meetings = {me: processes.start(me, PAIR) for me in (0, 1)}
+    with pytest.raises(OSError, match="it has gone"):
+        meetings[goes].result(TIMEOUT)
+    start = time.monotonic()
+    with pytest.raises(PeerLostError, match=f"process {goes} went away while"):
+        meetings[stays].result(TIMEOUT)
+    assert time.monotonic() - start < 5
+    monkeypatch.undo()
+    assert_met({me: processes.start(me, PAIR) for me in (0, 1)}, PAIR)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_lives_and_does_not_connect(
+    late: int, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = rendezvous._connect
+    monkeypatch.setattr(
+        rendezvous, "_connect", lambda *args: (time.sleep(2) if args[1] == late else None, connect(*args))[1]
+    )
+    meetings = {me: processes.start(me, PAIR, timeout=1.0) for me in (0, 1)}
+    with pytest.raises(PeerTimeoutError, match=f"process {late} did not create its part .* within 1 s"):
+        meetings[1 - late].result(TIMEOUT)
+    with pytest.raises((PeerTimeoutError, PeerLostError), match=f"process {1 - late}"):
+        meetings[late].result(TIMEOUT)
 
 
 def test_another_host(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,5 +152,7 @@ def test_the_store_is_gone(processes: Processes, monkeypatch: pytest.MonkeyPatch
         raise jax.errors.JaxRuntimeError("UNAVAILABLE")
 
     monkeypatch.setattr(KeyValueStore, "key_value_set", fail)
+    start = time.monotonic()
     with pytest.raises(PeerLostError, match=r"coordinator of jax\.distributed did not answer: UNAVAILABLE"):
         processes.start(0, PAIR).result(TIMEOUT)
+    assert time.monotonic() - start < 5

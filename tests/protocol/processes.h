@@ -22,7 +22,7 @@ inline std::array<int, 2> socket_pair() {
   return sockets;
 }
 
-const Sharing::Hooks kNoHooks{[](int, const std::string&) {}, [] { return Epochs{}; }};
+inline void ignore_loss(int, const std::string&) {}
 
 // What a failure is called, or nothing.
 template <class Body>
@@ -84,7 +84,7 @@ inline void deaf_process() {
   const auto region = allocate_region(0, 4096, {0});
   const auto start = std::chrono::steady_clock::now();
   {
-    Sharing sharing({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, kNoHooks);
+    Sharing sharing({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, ignore_loss);
     auto telling = std::async(std::launch::async, [&] { return kind_of_error([&] { sharing.share(*region, {1}); }); });
     expect(kind_of_error([&] { sharing.await_signal_pad(1, 1); }) == "PeerTimeoutError" &&
                telling.get() == "PeerTimeoutError",
@@ -175,29 +175,21 @@ inline void lines_of_different_processes() {
   }
 }
 
-// Who is alive says so, and how far its ranks are; who is not is told from it.
-inline void heartbeats() {
-  const std::array<int, 2> sockets = socket_pair(), silent = socket_pair();
-  const std::vector<std::vector<int>> line{{0, 1, 2}};
-  const auto hooks_of = [](int rank_index, uint64_t epoch) {
-    return Sharing::Hooks{kNoHooks.lost, [=] { return Epochs{{rank_index, epoch}}; }};
-  };
-  Sharing ahead({line, {-1, sockets[0], silent[0]}, 3.2}, {0}, hooks_of(0, 7));
-  Sharing behind({line, {sockets[1], -1, -1}, 3.2}, {0}, hooks_of(1, 4));
+// Who is alive is told from who has closed its group.
+inline void states_of_processes() {
+  const std::array<int, 2> sockets = socket_pair();
+  Sharing here({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, ignore_loss);
+  Sharing there({{{0, 1}}, {sockets[1], -1}, 0.2}, {0}, ignore_loss);
   std::string text;
   try {
-    ahead.await_signal_pad(2, 2);
+    here.await_signal_pad(1, 1);
   } catch (const GroupException& failure) {
     text = failure.what();
   }
-  expect(text ==
-             "PeerTimeoutError: process 2 of the group did not share its signal pad within 3.2 s: no heartbeat for 3 s",
+  expect(text == "PeerTimeoutError: process 1 did not share its signal pad within 0.2 s: it is alive",
          "the error of a silent process says so");
-  expect(ahead.state_of(1) == "it is alive, 3 ops behind", "a slow process is told from a dead one");
-  expect(behind.state_of(0) == "it is alive, 0 ops behind", "a process that is ahead is not behind");
-  behind.close();
-  while (ahead.state_of(1) != "it has left it") std::this_thread::yield();
-  close(silent[1]);
+  there.close();
+  while (here.state_of(1) != "it has closed the group") std::this_thread::yield();
 }
 
 }  // namespace jax_ep

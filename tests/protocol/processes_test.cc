@@ -3,9 +3,11 @@
 // their memory to the next ones.
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -167,6 +169,37 @@ TEST_CASE("rows go into pools of peers where they can be mapped and through stag
   in_two_processes(1, [](int process, const std::vector<int>& sockets) { in_process(process, sockets[0]); });
 }
 TEST_CASE("groups that are closed leave their memory to the next ones") { in_two_processes(20, open_many); }
+
+// A socket that is connected to a child of this process, which stops itself at once.
+std::pair<Descriptor, pid_t> stopped_process() {
+  const Descriptor listener(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+  sockaddr_un name{AF_UNIX, {}};
+  socklen_t bytes = sizeof(name.sun_family);  // of no name: the kernel gives it one
+  expect(bind(listener.get(), reinterpret_cast<sockaddr*>(&name), bytes) == 0 && listen(listener.get(), 1) == 0,
+         "a listener is made");
+  bytes = sizeof(name);
+  getsockname(listener.get(), reinterpret_cast<sockaddr*>(&name), &bytes);
+  const pid_t child = fork();
+  if (child == 0) {
+    const Descriptor connection(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+    connect(connection.get(), reinterpret_cast<sockaddr*>(&name), bytes);
+    raise(SIGSTOP);
+    _exit(0);
+  }
+  int status;
+  waitpid(child, &status, WUNTRACED);
+  return {Descriptor(accept(listener.get(), nullptr, nullptr)), child};
+}
+
+TEST_CASE("a stopped process is told from one that has ended") {
+  auto [connection, child] = stopped_process();
+  Sharing sharing({{{0, 1}}, {-1, dup(connection.get())}, 0.05}, {0}, [](int, const std::string&) {});
+  CHECK_THROWS_WITH(sharing.await_signal_pad(1, 1),
+                    "PeerTimeoutError: process 1 did not share its signal pad within 0.05 s: it is stopped");
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  while (sharing.state_of(1) != "it has ended") std::this_thread::yield();
+}
 
 // Memory that one holder has let go of is the next one's, and clear; a region's descriptor ends with this program.
 TEST_CASE("memory that was let go of is used again and is clear") {

@@ -423,7 +423,7 @@ TEST_CASE("processes: one that ends while a group opens") { lost_process(); }
 TEST_CASE("processes: one that opens its part late") { late_process(); }
 TEST_CASE("processes: groups that are closed as soon as they are open") { closed_at_once(); }
 TEST_CASE("processes: lines of different processes do not disturb each other") { lines_of_different_processes(); }
-TEST_CASE("processes: heartbeats tell the slow from the dead") { heartbeats(); }
+TEST_CASE("processes: one that is alive is told from one that has closed its group") { states_of_processes(); }
 
 TEST_CASE("sparse: rows are the sums of all ranks") { sparse_reductions(20); }
 

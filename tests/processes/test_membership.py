@@ -12,9 +12,9 @@ import pytest
 from helpers import KeyValueStore, wait_until
 
 from jax_ep import JaxEpError, PeerTimeoutError
-from jax_ep.runtime import heartbeat, liveness
+from jax_ep.runtime import heartbeat, membership
 from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, GroupPart, Heartbeat, HeartbeatThread, Readings
-from jax_ep.runtime.liveness import FailureDetector, Liveness
+from jax_ep.runtime.membership import FailureDetector, Membership, hosts_of
 from jax_ep.runtime.progress import HangDetector, Marks, Progress
 from jax_ep.runtime.timeouts import Deadline
 
@@ -44,7 +44,7 @@ class Others:
         return None
 
     def end(self, process: int, how: str) -> None:
-        part = GroupPart("group", how, "")
+        part = GroupPart("group", how)
         self.readings[process] = self.readings[process]._replace(parts={PARTS[process]: part})
 
     def look(self, passed: float) -> str | None:
@@ -54,7 +54,7 @@ class Others:
 @pytest.fixture
 def others() -> Others:
     readings = {
-        process: Heartbeat(f"life{process}", 1, {PARTS[process]: GroupPart("group", OPEN, "")}) for process in OTHERS
+        process: Heartbeat(f"life{process}", 1, {PARTS[process]: GroupPart("group", OPEN)}) for process in OTHERS
     }
     return Others(FailureDetector(OTHERS, LIMIT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
@@ -130,19 +130,19 @@ def hang(marks: Marks, *parts: GroupPart, seconds: float = LIMIT + 1, silent: in
 
 
 def at(begun: int, ended: int, state: str = OPEN, last: str = "dispatch") -> GroupPart:
-    return GroupPart("group", state, "", begun, ended, last)
+    return GroupPart("group", state, begun=begun, ended=ended, last=last)
 
 
 def test_who_does_not_come_to_an_op_is_named() -> None:
     """The one furthest behind, or in another op; nobody who is in the same op, and nobody by an idle process."""
     waits, same = Marks(3, 2, "combine"), at(3, 2, last="combine")
-    here = f"this process has waited for {LIMIT + 1} s in its op 3, combine"
+    here = f"op 3, combine: this process waited {LIMIT + 1} s"
     alike = "all ranks must run the same ops"
-    assert hang(waits, at(2, 2), at(1, 0)) == f"{OTHERS[2]} is in its op 1, dispatch; {here}"
-    assert hang(waits, at(2, 2), same) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
-    assert hang(waits, at(2, 2), at(3, 2)) == f"{OTHERS[1]} has ended its op 2, dispatch; {here}"
-    assert hang(waits, same, at(3, 2)) == f"{OTHERS[2]} is in its op 3, dispatch; {here}: {alike}"
-    assert hang(waits, same, at(0, 0, CLOSED)) == f"{OTHERS[2]} has closed the group; {here}"
+    assert hang(waits, at(2, 2), at(1, 0)) == f"{here} for {OTHERS[2]} in vain: it is in its op 1, dispatch"
+    assert hang(waits, at(2, 2), same) == f"{here} for {OTHERS[1]} in vain: it has ended its op 2, dispatch"
+    assert hang(waits, at(2, 2), at(3, 2)) == f"{here} for {OTHERS[1]} in vain: it has ended its op 2, dispatch"
+    assert hang(waits, same, at(3, 2)) == f"{here}, but {OTHERS[2]} is in its op 3, dispatch: {alike}"
+    assert hang(waits, same, at(0, 0, CLOSED)) == f"{here} for {OTHERS[2]} in vain: it has closed the group"
     assert hang(waits, same, at(3, 3, CLOSED)) == ""
     assert hang(waits, same, at(4, 3)) == ""  # it was in the same op
     assert hang(waits, at(2, 2), same, silent=1) == ""  # it may be lost
@@ -152,12 +152,13 @@ def test_who_does_not_come_to_an_op_is_named() -> None:
 
 TIMEOUT = 20.0  # of what must come about
 SHORT = 0.75  # of what must not
-Opening = Future[Liveness]
+Opening = Future[Membership]
+FOLDER = f"{heartbeat._FOLDER}/{heartbeat.hash_of('0', '1', '2')}"
 
 
 class Store(KeyValueStore):
     def heartbeat(self, process: int) -> Heartbeat:
-        return Heartbeat.parse(self.left[f"{heartbeat._FOLDER}/{process}"])
+        return Heartbeat.parse(self.left[f"{FOLDER}/{process}"])
 
 
 class Processes:
@@ -169,16 +170,16 @@ class Processes:
 
     def start(self, me: int) -> HeartbeatThread:
         """A process that is started again under its old number has another one."""
-        return HeartbeatThread(lambda: self.store, me)
+        return HeartbeatThread(lambda: self.store, me, self._everyone)
 
     def open(self, me: int, group: str, timeout: float = TIMEOUT, seconds: float = TIMEOUT) -> Opening:
         others = {process: f"process {process}" for process in self._everyone if process != me}
         heartbeat_thread = self.threads[me]
         return self._pool.submit(
-            Liveness, group, group, others, seconds, Deadline(timeout), heartbeat_thread, Progress()
+            Membership, group, group, others, seconds, Deadline(timeout), heartbeat_thread, Progress()
         )
 
-    def open_all(self, group: str, seconds: float = TIMEOUT) -> list[Liveness]:
+    def open_all(self, group: str, seconds: float = TIMEOUT) -> list[Membership]:
         openings = [self.open(me, group, seconds=seconds) for me in self._everyone]
         return [opening.result(TIMEOUT) for opening in openings]
 
@@ -192,7 +193,7 @@ def processes() -> Iterator[Processes]:
             heartbeat_thread.stop()
 
 
-def close_all(groups: Iterable[Liveness]) -> None:
+def close_all(groups: Iterable[Membership]) -> None:
     for group in groups:
         assert group.error() is None
         group.close()
@@ -251,7 +252,7 @@ def test_what_a_dead_process_left_does_not_count(how: str, processes: Processes)
             group.close()
     else:
         dies = processes.open(2, "a group", 5 * SHORT)
-        wait_until(lambda: f"{heartbeat._FOLDER}/2" in processes.store.left)
+        wait_until(lambda: f"{FOLDER}/2" in processes.store.left)
         processes.threads[2].stop()
         with pytest.raises(PeerTimeoutError):
             dies.result(TIMEOUT)
@@ -305,7 +306,7 @@ class HeldUp(Store):
 def held_up(processes: Processes) -> Iterator[HeldUp]:
     """What process 0 reads."""
     store = HeldUp(processes.store)
-    processes.threads[0] = HeartbeatThread(lambda: store, 0)
+    processes.threads[0] = HeartbeatThread(lambda: store, 0, range(3))
     yield store
     store.may_look.set()
 
@@ -324,6 +325,18 @@ def test_who_closes_at_once_was_there(again: bool, processes: Processes, held_up
     assert not any(each.done() for each in next_ones)
     if again:
         close_all(each.result(TIMEOUT) for each in [processes.open(0, "a group"), *next_ones])
+
+
+def test_processes_tell_their_hosts(processes: Processes) -> None:
+    """Those of now: one may have been on another host before."""
+
+    def tell(me: int, host: str) -> Future[dict[int, str]]:
+        others = {0, 1, 2} - {me}
+        return processes._pool.submit(hosts_of, processes.threads[me], me, others, host, Deadline(TIMEOUT))
+
+    for hosts in ("aab", "abb"):
+        telling = [tell(me, host) for me, host in enumerate(hosts)]
+        assert all(each.result(TIMEOUT) == dict(enumerate(hosts)) for each in telling)
 
 
 def test_a_sign_names_what_is_open_and_little_else(processes: Processes) -> None:
@@ -355,13 +368,13 @@ ODD += ["[" * 100_000, "9" * 5000]
 
 def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd keys and values end nothing, nor do fields of a newer version; a silent process is still named."""
-    monkeypatch.setattr(liveness, "_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(membership, "_LEAST_SECONDS", 0.5)
     for number, text in enumerate(ODD):
-        processes.store.left[f"{heartbeat._FOLDER}/{100 + number}"] = text
+        processes.store.left[f"{FOLDER}/{100 + number}"] = text
     monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
     groups = processes.open_all("a group", seconds=1.0)
     for key in ("", "one", "01", "+1", "1/2", "\u0661"):  # read after those of the processes
-        processes.store.left[f"{heartbeat._FOLDER}/{key}"] = str(Heartbeat("another", 1, {}))
+        processes.store.left[f"{FOLDER}/{key}"] = str(Heartbeat("another", 1, {}))
     time.sleep(2 * SHORT)
     assert all(group.error() is None for group in groups)
     processes.threads[2].stop()

@@ -1,5 +1,5 @@
-"""Finds out, by heartbeats, when all processes of a group across nodes are there, and which process is lost later
-(docs/design/processes.md).
+"""Finds out, by heartbeats, when all processes of a group are there, and which process of a group across nodes is lost
+later (docs/design/processes.md).
 
 Every process publishes which parts of the group it sees: the latest part of each process. If all publish the same
 parts, every process has seen every other part since it began its own. So all processes are alive and are opening this
@@ -8,25 +8,103 @@ group. Old entries of dead processes, and parts of other groups, never agree.
 
 import atexit
 import functools
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import jax
 
-from jax_ep.errors import JaxEpError, PeerLostError
+from jax_ep.errors import JaxEpError, PeerLostError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import jax_private
-from jax_ep.runtime.heartbeat import CLOSED, LEFT, OPEN, HeartbeatThread, Readings
+from jax_ep.runtime.heartbeat import (
+    CLOSED,
+    JOIN_SECONDS,
+    LEFT,
+    OPEN,
+    OPENING_SECONDS,
+    GroupPart,
+    HeartbeatThread,
+    Readings,
+    hash_of,
+)
 from jax_ep.runtime.progress import HangDetector, Progress
-from jax_ep.runtime.store import not_opened, store
 from jax_ep.runtime.timeouts import Deadline
 
 _LOOK_SECONDS = 0.1  # between two looks at the heartbeats
-_OPENING_SECONDS = 0.025  # the same, while the group is opened
 _STOPPED_SECONDS = 1.0  # if this much time lies between two looks, this process was stopped itself
 _LEAST_SECONDS = 2.0  # of silence before a process is lost; a busy host is silent for less
-_JOIN_SECONDS = 1.0
+
+
+class Meeting(NamedTuple):
+    """What processes knew of each other when all of them were there."""
+
+    ids: Mapping[int, str]  # of the others' parts of the group, by process
+    readings: Readings  # that showed all processes the same parts
+
+    @property
+    def parts(self) -> dict[int, GroupPart]:
+        return {process: self.readings.by_process[process].parts[part] for process, part in self.ids.items()}
+
+
+def meet(thread: HeartbeatThread, over: str, part: str, others: Collection[int], open_timeout: Deadline) -> Meeting:
+    """Waits until the processes `others` open the group, too, of which `part` is this process' part.
+
+    Raises:
+      PeerTimeoutError: a process did not come in time. All may try again.
+      PeerLostError: the store does not answer.
+    """
+    never_here, group = {*others}, hash_of(over)
+    parts: dict[int, str] = {}
+    seen, reads, answered = "", 0, time.monotonic()
+    while True:
+        readings = thread.readings
+        # A process may have opened with an earlier part of this one, and be at its next part already.
+        if missing := _missing(readings, others, parts, seen):
+            parts = {
+                process: key  # the last of each process
+                for process in {*others} & readings.by_process.keys()
+                for key, each in readings.by_process[process].parts.items()
+                if each.group == group
+            }
+            seen = hash_of(*sorted([part, *parts.values()]))
+            thread.update(part, seen=seen)
+            missing = _missing(readings, others, parts, seen)
+        if not missing:
+            return Meeting(parts, readings)
+        never_here &= missing
+        if readings.reads > reads:
+            reads, answered = readings.reads, time.monotonic()
+        trouble = thread.failure or (thread.unanswered if time.monotonic() - answered > _LEAST_SECONDS else None)
+        if trouble is not None or open_timeout.left() == 0:
+            thread.update(part, seen="")  # who reads it later waits for the next attempt
+            if trouble is not None:
+                raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {trouble}") from trouble
+            raise not_opened(never_here or missing, open_timeout)  # others may have gone because of the former
+        time.sleep(OPENING_SECONDS)
+
+
+def hosts_of(
+    thread: HeartbeatThread, me: int, others: Collection[int], host: str, open_timeout: Deadline
+) -> dict[int, str]:
+    """The hosts of process `me` and of others, which call this, too. Raises as `meet` does."""
+    over = f"the hosts of {sorted({me, *others})}"
+    with thread.opening(over, host) as part:
+        met = meet(thread, over, part, others, open_timeout)
+        thread.update(part, state=CLOSED)
+    return {me: host} | {process: each.host for process, each in met.parts.items()}
+
+
+def not_opened(processes: Iterable[int], open_timeout: Deadline) -> PeerTimeoutError:
+    """The error if processes did not open their parts of a group in time."""
+    names = ", ".join(map(str, sorted(processes)))
+    return PeerTimeoutError(f"Group: process {names} did not create its part of the group within {open_timeout:g} s")
+
+
+def _missing(readings: Readings, others: Collection[int], parts: Mapping[int, str], seen: str) -> set[int]:
+    """The processes of `others` without a part in `parts` that publishes `seen`."""
+    found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
+    return {*others} - {p for p, part in found.items() if part and part.seen == seen}
 
 
 class FailureDetector:
@@ -90,7 +168,7 @@ class FailureDetector:
         return f"{who} sent no heartbeat for {seconds:.1f} s"
 
 
-class Liveness:
+class Membership:
     """Watches the other processes of a group, from when all are there until one is lost or the group is closed.
 
     Args:
@@ -121,20 +199,14 @@ class Liveness:
         self._progress = progress
         self._lost: JaxEpError | None = None
         self._ended, self._released, self._is_over = threading.Event(), False, False
-        group = hashlib.sha256(over.encode()).hexdigest()[:16]
-        with thread.meeting[group]:
-            self._part = thread.begin(group)
-            try:
-                readings, parts = self._meet(group, others, open_timeout)
-                thread.update(self._part, state=OPEN)
-                self._limit = limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
-                self._detector = FailureDetector(others, limit, readings, parts, thread.period + _STOPPED_SECONDS)
-                self._hangs = HangDetector(others, limit, parts, self._detector.lives)
-                self._thread = threading.Thread(target=self._watch, name="jax_ep liveness", daemon=True)
-                self._thread.start()
-            except BaseException:
-                thread.update(self._part, state=LEFT)  # some may have opened it
-                raise
+        with thread.opening(over) as self._part:
+            parts, readings = meet(thread, over, self._part, others, open_timeout)
+            thread.update(self._part, state=OPEN)
+            self._limit = limit = max(timeout, 4 * thread.period, _LEAST_SECONDS)
+            self._detector = FailureDetector(others, limit, readings, parts, thread.period + _STOPPED_SECONDS)
+            self._hangs = HangDetector(others, limit, parts, self._detector.lives)
+            self._thread = threading.Thread(target=self._watch, name="jax_ep membership", daemon=True)
+            self._thread.start()
 
     def error(self, *, in_vain: bool = False) -> JaxEpError | None:
         """Why the group has failed, or None.
@@ -151,7 +223,7 @@ class Liveness:
         self._ended.set()
         try:
             if self._thread is not threading.current_thread():
-                self._thread.join(timeout=_JOIN_SECONDS)
+                self._thread.join(timeout=JOIN_SECONDS)
         finally:
             self._end(CLOSED if in_order else LEFT)
 
@@ -164,32 +236,6 @@ class Liveness:
     def release(self) -> None:
         """Lets the watching thread close this process' part. Takes no lock, as a garbage collector may call it."""
         self._released = True
-
-    def _meet(self, group: str, others: Mapping[int, str], open_timeout: Deadline) -> tuple[Readings, dict[int, str]]:
-        """The heartbeats that showed all processes the same parts, and these parts."""
-        never_here = {*others}
-        parts: dict[int, str] = {}
-        seen = ""
-        while True:
-            readings = self._heartbeat.readings
-            # A process may have opened with an earlier part of this one, and be at its next part already.
-            if missing := _missing(readings, others, parts, seen):
-                parts = {
-                    process: part  # the last of each process
-                    for process in others.keys() & readings.by_process
-                    for part, each in readings.by_process[process].parts.items()
-                    if each.group == group
-                }
-                everyone = " ".join(sorted([self._part, *parts.values()]))
-                seen = hashlib.sha256(everyone.encode()).hexdigest()[:16]
-                self._heartbeat.update(self._part, seen=seen)
-                missing = _missing(readings, others, parts, seen)
-            if not missing:
-                return readings, parts
-            never_here &= missing
-            if open_timeout.left() == 0:
-                raise not_opened(never_here or missing, open_timeout)  # others may have gone because of the former
-            time.sleep(_OPENING_SECONDS)
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -225,20 +271,15 @@ class Liveness:
         return type(error)(f"{error} (timeout {self._limit:g} s); the group has failed")
 
 
-def _missing(readings: Readings, others: Mapping[int, str], parts: Mapping[int, str], seen: str) -> set[int]:
-    """The processes of `others` without a part in `parts` that publishes `seen` and was not left."""
-    found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
-    return others.keys() - {p for p, part in found.items() if part and part.seen == seen and part.state != LEFT}
-
-
 @functools.cache
-def heartbeat_thread() -> HeartbeatThread:
-    """The heartbeat thread of this process.
+def heartbeat_thread(company: frozenset[int]) -> HeartbeatThread:
+    """The heartbeat thread of this process in a company.
 
     Raises:
       PlatformError: `jax.distributed.initialize` was not called.
     """
-    store()
-    here = HeartbeatThread(jax_private.coordination_client, jax.process_index())
+    if jax_private.coordination_client() is None:
+        raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
+    here = HeartbeatThread(jax_private.coordination_client, jax.process_index(), company)
     atexit.register(here.stop)  # before the interpreter ends, as no thread may come back from native code later
     return here
