@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
 
-BATCH_AXES = ("dp", "data", "fsdp", "expert", "ep")  # of meshes: a batch is spread over those that there are
+BATCH_AXES = ("dp", "data", "fsdp", "expert", "ep")  # a batch is spread over those that the mesh has and that divide it
 KEPT_AS = {  # what moe_mlp names for jax.checkpoint, and what MaxText's options of remat call the same
     "jax_ep_dispatch": ("moe_x_sorted",),
     "jax_ep_products": ("mlpwi_0", "moe_mlpwi_0", "moe_mlpwi_1"),
@@ -34,11 +34,12 @@ def axes_of(*parts: Any) -> tuple[str, ...]:
 
 
 def dividing(axes: tuple[str, ...], size: int, mesh: Mesh) -> tuple[str, ...]:
-    """Those of the mesh axes that spread a dimension of `size` evenly, from the first axis on."""
+    """Goes through `axes` in order, and keeps an axis of the mesh if it and those kept before it divide `size`."""
     kept: tuple[str, ...] = ()
     for axis in axes:
-        if axis in mesh.shape and size % math.prod(mesh.shape[a] for a in (*kept, axis)) == 0:
-            kept += (axis,)
+        ranks = mesh.shape.get(axis)
+        if ranks and size % ranks == 0:
+            kept, size = (*kept, axis), size // ranks
     return kept
 
 
@@ -58,8 +59,8 @@ def experts_of(
     A rank's load is given relative to the even load.
 
     Args:
-      rows: the axes over which B and S are spread; by default B over those of `BATCH_AXES` that divide it. Ranks of
-        the group over which neither is spread share their tokens.
+      rows: the axes over which B and S are spread; by default B over those of `BATCH_AXES` that divide it. If no axis
+        of the group is among them, its ranks share their tokens, and `wire` must be None.
       split: the axes over which the experts' inner width is spread, and D of the sums.
       shard: places an operand; a mesh with Explicit axes needs it.
     """

@@ -20,13 +20,13 @@ JAX_EP_COLD_FN bool steal(uint64_t* claimed, uint64_t epoch, uint64_t patience_n
 }
 
 // Hands out items by ticket, so that fast coops take more of them and coops that have not begun take none. A coop makes
-// one PushItems per op. All lanes call together. next() may be called again after it has returned -1. A ticket is for
-// `per_ticket` neighbouring items, of which next() returns the first.
+// one PushItems per op. All lanes call together. next() may be called again after it has returned -1. A ticket stands
+// for `per_ticket` neighbouring items. next() returns the first of them.
 //
 // `own_first` (senders only): sender i starts with item i, which the constructor claims, and then draws tickets. So a
 // small op does not wait for the first ticket. When next() has returned -1 and all items are announced, the sender
 // calls next_stolen() until that returns -1. It returns items of senders that have not begun. A sender that claims an
-// item also checks the next one, so every item is handed out if one sender runs.
+// item also checks the next one, so every item is handed out if one sender runs. With own_first, per_ticket must be 1.
 class PushItems {
  public:
   JAX_EP_FN PushItems(Op& op, int items, bool own_first = false, int per_ticket = 1)

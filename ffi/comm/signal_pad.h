@@ -104,7 +104,7 @@ struct alignas(128) SignalPad {
   alignas(128) uint64_t first_begun, members;             // words of join() (comm/ctas.h): of routing CTAs, of all
   alignas(128) uint64_t exited;                           // coops that are done with the op
   alignas(128) uint64_t ticket;                           // the next item of the work queue
-  alignas(128) uint64_t push_ticket;                      // the next row to push
+  alignas(128) uint64_t push_ticket;                      // the next item to push
   alignas(128) uint64_t pushed[kMaxFlags];                // how much of a chunk has been pushed
   alignas(128) uint64_t claimed[kMaxClaims];              // by item: epoch of the last op in which it was claimed
   // By the parity of the epoch, so that a peer that is one op ahead does not overwrite mail in use.

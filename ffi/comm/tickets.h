@@ -1,12 +1,14 @@
-// The numbers of the items that the coops of a rank take.
+// Tickets: numbers by which the coops of a rank divide work.
 #pragma once
 
 #include "comm/op.h"
 
 namespace jax_ep {
 
-// The tickets of one coop. The next one is drawn while the coop works on the last, which hides the latency. All lanes
-// call together. `kNumbers`: &SignalPad::ticket or &SignalPad::push_ticket.
+// The tickets of one coop. It draws the next ticket before it works on the current one, which hides the latency.
+// current() changes only in draw_ahead(). All lanes call together.
+//
+// kNumbers: &SignalPad::ticket or &SignalPad::push_ticket.
 template <uint64_t SignalPad::* kNumbers>
 class Tickets {
  public:
@@ -31,7 +33,7 @@ class Tickets {
   uint64_t issued_ = 0;
 };
 
-// Calls visit(ticket) for this coop's tickets below `count`, until the op fails.
+// Calls visit(ticket) for this coop's tickets below `count`, until the coop sees the op fail.
 template <class Visit>
 JAX_EP_FN void for_each_ticket(Op& op, int count, Visit visit) {
   Tickets<&SignalPad::ticket> tickets(op);

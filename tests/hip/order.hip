@@ -1,5 +1,9 @@
-// Each primitive of comm/platform/hip.h that orders memory, alone, so that check_code.sh can read what it compiles to.
+// Primitives of comm/platform/hip.h, each alone, so that check_code.sh can read what it compiles to.
 #include "comm/platform.h"
+
+extern "C" __global__ void put(uint64_t* word) { jax_ep::store_relaxed(word, uint64_t{1}); }
+
+extern "C" __global__ void look(uint64_t* word, uint64_t* data) { *data = jax_ep::load_relaxed(word); }
 
 extern "C" __global__ void publish(uint64_t* flag, uint64_t* data) {
   *data = 1;

@@ -14,7 +14,7 @@ struct MatmulShape {
   int m, n, k;
 };
 
-// One rank's operands and results for all three ops, each with a factor of its own.
+// One rank's operands `a` and `b`, which all three ops use, and their results.
 struct MatmulRank {
   MatmulShape shape;
   int ranks;
@@ -57,7 +57,7 @@ inline std::vector<MatmulRank> draw_matmul_ranks(MatmulShape shape, int ranks, s
   return drawn;
 }
 
-// One value of a rank's rows times a rank's matrix.
+// One value of the `a` of one rank times the `b` of another.
 inline double exact_value(const MatmulRank& rows, const MatmulRank& matrix, int row, int column) {
   double sum = 0;
   for (int k = 0; k < rows.shape.k; ++k)

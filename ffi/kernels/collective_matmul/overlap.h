@@ -87,15 +87,6 @@ using AuxOf = decltype(aux_of(Args{}));
 template <class In, class Out, int kBlockN, bool kMnB, class Args>
 JAX_EP_FN void run_overlapped(char* memory, const Operands<Args>& operands, const OverlapWork<Args>& work);
 
-template <class In, class Out, int kBlockN, bool kMnB, class Args>
-__global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)
-    overlapped_kernel(const __grid_constant__ CUtensorMap lhs, const __grid_constant__ CUtensorMap rhs,
-                      const __grid_constant__ CUtensorMap out_map, const __grid_constant__ OwnMap<Args> own, void* out,
-                      const __grid_constant__ gemm::Problem problem, const __grid_constant__ OverlapWork<Args> work) {
-  extern __shared__ __align__(1024) char memory[];
-  run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{lhs, rhs, out_map, own, out, problem}, work);
-}
-
 static_assert(kBlockRows == gemm::kBlockM, "a flag stands for whole tiles");
 
 struct Waiter {

@@ -4,11 +4,12 @@
 
 #include "comm/integers.h"
 #include "gemm/plan.h"
+#include "gemm/problem.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr int kTileRows = 128;
+constexpr int kTileRows = gemm::kBlockM;
 constexpr int kPairRows = 2 * kTileRows;
 
 // Simulates the rounds of tiles of a gather, which wait for rows. Times are in microseconds.

@@ -4,11 +4,21 @@
 
 #include "gemm/tensor_map.h"
 #include "kernels/collective_matmul/overlap_exchange.h"
+#include "kernels/collective_matmul/rank_matmul.h"
 #include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/gpu/parameters.h"
 
 namespace jax_ep {
+
+template <class In, class Out, int kBlockN, bool kMnB, class Args>
+__global__ void __cluster_dims__(gemm::kCluster, 1, 1) __launch_bounds__(gemm::kThreads, 1)
+    overlapped_kernel(const __grid_constant__ CUtensorMap lhs, const __grid_constant__ CUtensorMap rhs,
+                      const __grid_constant__ CUtensorMap out_map, const __grid_constant__ OwnMap<Args> own, void* out,
+                      const __grid_constant__ gemm::Problem problem, const __grid_constant__ OverlapWork<Args> work) {
+  extern __shared__ __align__(1024) char memory[];
+  run_overlapped<In, Out, kBlockN, kMnB>(memory, Operands<Args>{lhs, rhs, out_map, own, out, problem}, work);
+}
 
 template <class Args>
 using OverlappedKernel = void (*)(CUtensorMap, CUtensorMap, CUtensorMap, OwnMap<Args>, void*, gemm::Problem,
@@ -30,21 +40,6 @@ constexpr std::array kOverlappedKernels{
     kOverlapped<Args, gemm::F16, float, 128, true>,        kOverlapped<Args, gemm::F16, float, 256, true>,
     kOverlapped<Args, gemm::F16, gemm::F16, 128, false>,   kOverlapped<Args, gemm::F16, gemm::F16, 256, false>};
 
-// The product that a rank computes: `lhs` [m, k] times rhs, to `out` [m, n].
-struct RankMatmul {
-  int m;
-  const char* lhs;
-  char* out;
-  PairOrder order;
-};
-// The order of tiles gives all owners rows to sum at any time.
-inline RankMatmul rank_matmul(const MatmulReduceArgs& args, const Comm& comm) {
-  return {args.m, args.lhs, args.partial, {0, 0, args.reduce_scatter ? comm.size : 1}};
-}
-inline RankMatmul rank_matmul(const AllGatherMatmulArgs& args, const Comm& comm) {
-  return {args.m * comm.size, args.gathered, args.result, own_rows_first(args.m, comm.rank, comm.size)};
-}
-
 // Only a gather needs a map of this rank's own rows.
 inline std::optional<std::string> describe_own(const MatmulReduceArgs&, gemm::Nothing*) { return std::nullopt; }
 inline std::optional<std::string> describe_own(const AllGatherMatmulArgs& args, CUtensorMap* own) {
@@ -63,7 +58,7 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   if constexpr (kMayExchange<Args>)
     if (config.communicating == 0)
       return OverlapKernel<MatmulExchangeArgs>::start(config, stream, comm, MatmulExchangeArgs{args});
-  const RankMatmul matmul = rank_matmul(args, comm);
+  const RankMatmul matmul = rank_matmul(args, comm, config);
   if (args.operand_dtype == DType::float32) return "operands must be bfloat16 or float16";
   const gemm::Element in = gemm::element_of(args.operand_dtype), out = gemm::element_of(args.dtype);
   const gemm::Variants<OverlappedKernel<Args>> kernels = kOverlappedKernels<Args>;
@@ -71,27 +66,20 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   if (!variant) return gemm::kNotCompiled;
   CUtensorMap lhs, rhs, out_map;
   const int rhs_outer = args.transpose_rhs ? args.n : args.k, rhs_inner = args.transpose_rhs ? args.k : args.n;
-  if (const auto error = gemm::describe_boxes(gemm::Matrices{matmul.lhs, in, args.k, matmul.m, 1}, gemm::kSlice, &lhs))
+  if (const auto error =
+          gemm::describe_boxes(gemm::Matrices{matmul.lhs, in, args.k, matmul.problem.m, 1}, gemm::kSlice, &lhs))
     return error;
   if (const auto error =
           gemm::describe_boxes(gemm::Matrices{args.rhs, in, rhs_inner, rhs_outer, 1}, gemm::kSlice, &rhs))
     return error;
   if (const auto error =
-          gemm::describe_boxes(gemm::Matrices{matmul.out, out, args.n, matmul.m, 1}, gemm::kOutRows, &out_map))
+          gemm::describe_boxes(gemm::Matrices{matmul.out, out, args.n, matmul.problem.m, 1}, gemm::kOutRows, &out_map))
     return error;
   OwnMap<Args> own;
   if (const auto error = describe_own(args, &own)) return error;
-  gemm::Problem problem{gemm::Grouping::none, matmul.m, args.n, args.k, 1, nullptr, config.band};
-  problem.split_k = config.split_k;
-  problem.pair_first = matmul.order.first;
-  problem.pair_lead = matmul.order.lead;
-  problem.pair_parts = matmul.order.parts;
-  // Gathers send from the first CTAs, which start first; reductions wait for peers in the last.
-  constexpr bool kSends = std::is_same_v<Args, AllGatherMatmulArgs>;
-  const int first = kSends ? 0 : config.ctas() - config.communicating;
-  const OverlapWork<Args> work{comm, args, config.communicating, first, config.block_n};
+  const OverlapWork<Args> work{comm, args, config.communicating, matmul.first_communicating, config.block_n};
   const auto error = gemm::describe_error(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,
-                                                      static_cast<void*>(matmul.out), problem, work));
+                                                      static_cast<void*>(matmul.out), matmul.problem, work));
   return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
 }
 

@@ -1,4 +1,4 @@
-// The warps of a CTA, with one lane each.
+// The layout for warps of one lane. It replaces five names of the real header.
 #pragma once
 
 #define kConsumers kHopperConsumers

@@ -1,9 +1,11 @@
-// The GEMM core of these tests: a product in float32 whose warps call the hooks of a collective as Hopper's do
-// (ffi/gemm/kernel.h). A producer loads the rows of each tile, which says that they may be read, and eight consumer warps
-// multiply and store. The contraction is never split, but tiles are shared as if it were.
+// The GEMM core of these tests: a product in float32 whose warps call the hooks of a collective as ffi/gemm/kernel.h
+// does. The producer warp copies the rows of a tile, and then counts the tile as loaded. The consumer warps wait for
+// that count. With split_k both CTAs of a cluster take one tile, and each stores half of its columns, over the whole
+// contraction. Arguments that are not used are there for the signatures.
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 
 #include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
@@ -19,12 +21,6 @@ struct uint4 {
 };
 struct __nv_bfloat16 {};
 struct __half {};
-#define __global__
-#define __grid_constant__
-#define __cluster_dims__(...)
-#define __launch_bounds__(...)
-#define __shared__
-#define __align__(bytes)
 
 namespace jax_ep::gemm {
 
@@ -33,7 +29,7 @@ struct Rows {
   int first;
 };
 
-constexpr int kMaxTiles = 32, kMaxK = 32;  // of a CTA
+constexpr int kMaxTiles = 640, kMaxK = 24;  // limits of these tests: the tiles of a CTA, and k
 
 template <int kBlockN, class Aux>
 struct Shared {
@@ -52,7 +48,7 @@ struct TileMainloop {
   };
 };
 
-// A lane has a whole strip here, so its sums are in `buffers`.
+// A strip has one lane, and its sums are in `buffers`.
 template <class Out, int kWidth, class Put>
 void put_tile(const Problem& problem, const Tile& tile, const float (&)[kWidth / 2], char (*buffers)[kOutBytes],
               int strip, int /*lane*/, Put put) {
@@ -102,12 +98,14 @@ void run_matmul(char* memory, const typename Mainloop::Source& source, const Epi
   constexpr int kBlockN = Mainloop::kBlockN;
   auto& shared = *reinterpret_cast<Shared<kBlockN, typename Hooks::Aux>*>(memory);
   const int warp = threadIdx.x;
+  assert(problem.k <= kMaxK && problem.n % 4 == 0);
   ptx::sync_some(0, kThreads);
   if (warp > kConsumerWarps) return hooks.run_aux(cta);
   Schedule schedule(problem, kBlockN, cta);
   Tile tile{};
   int taken = 0;
   for (; schedule.next(&tile); ++taken) {
+    assert(taken < kMaxTiles);
     if (warp == kConsumerWarps) {
       const Rows rows = hooks.before_tile(tile, source.lhs);
       for (int i = 0; i < std::min(kBlockM, rows.map.rows - rows.first); ++i)

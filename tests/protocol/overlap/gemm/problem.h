@@ -1,4 +1,4 @@
-// Tiles of 16 rows, as the row blocks of a CPU have.
+// Tiles have 16 rows here, because kBlockRows is 16 on the CPU.
 #pragma once
 
 #define kBlockM kHopperBlockM

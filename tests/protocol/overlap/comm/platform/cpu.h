@@ -1,5 +1,5 @@
-// A Hopper GPU whose warps are threads with one lane: comm/platform.h includes this in place of the CPU's own header.
-// Everything but Coop is that header's.
+// The CPU's platform with CTAs, whose warps are threads of one lane: comm/platform.h includes this in place of the
+// CPU's own header. Coop is replaced. Indices, named barriers and __syncwarp are new.
 #pragma once
 
 #include <condition_variable>

@@ -1,4 +1,4 @@
-// Nothing: the products of these tests have no barriers of Hopper's.
+// These tests use no mbarriers.
 #pragma once
 
 namespace jax_ep::ptx {
