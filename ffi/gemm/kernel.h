@@ -118,6 +118,14 @@ concept MultipliesStages =
 //   after_tile()    runs in each consumer warp after its stores of a tile; if kAwaitStores, these are written by then
 //   after_last()    runs in each consumer warp after its last tile
 //   run_aux()       runs in the aux warps, which have an Aux in shared memory, unless Aux is Nothing
+template <class Hooks, class Tile>
+concept FollowsTiles = requires(const Hooks& hooks, const Tile& tile) {
+  { Hooks::kAwaitStores } -> std::same_as<const bool&>;
+  hooks.after_tile(tile, /*warp=*/0);
+  hooks.after_last(tile, /*tiles=*/0, /*warp=*/0);
+  requires std::is_empty_v<typename Hooks::Aux> || requires { hooks.run_aux(Part{}); };
+};
+
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Nothing;
@@ -238,6 +246,7 @@ template <class Loop, class Epilogue, class Hooks>
 JAX_EP_FN void run_matmul(char* memory, const typename Loop::Source& source, const Epilogue& epilogue,
                           const Problem& problem, const Hooks& hooks, Part cta) {
   using Memory = typename Loop::template Memory<typename Hooks::Aux>;
+  static_assert(FollowsTiles<Hooks, typename Loop::Tile>);
   static_assert(LoadsStages<typename Loop::Source, typename Loop::Tile, Hooks>);
   static_assert(ListsTiles<typename Loop::Tiles, Memory>);
   static_assert(IsAuxRole<typename Loop::AuxRole, Loop, Memory>);
