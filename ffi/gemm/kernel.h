@@ -1,19 +1,19 @@
 // The persistent kernel of every product, from top to bottom.
 //
-// A CTA has three warpgroups. Two adjacent CTAs form a cluster: their tiles share an operand, which each CTA loads half
-// of for both.
+// A CTA has three warpgroups. Two adjacent CTAs form a cluster. Their tiles share an operand, and each CTA loads half
+// of it for both, unless it is gathered or the CTAs split a contraction.
 //
 //   warps 0-3 and 4-7   consumers: multiply the stages of a tile, then hand the sums to the epilogue (consume)
 //   warp 8              the producer: fills a ring of stages by TMA (produce)
 //   warps 9-11          aux warps: in a role, or in the hooks of a collective (run_matmul)
 //
-// Cooperative consumers have a part of every tile each:
+// Cooperative consumers have a part of every tile each: 64 rows, or with swapped operands 64 columns of the weights.
 //
 //   producer      | load 0 | load 1 | load 2    | load 3    |            at most kStages ahead of the multiplies
-//   consumers 0-3     | multiply 0 | store 0 | multiply 1 | store 1 |    the upper 64 rows
-//   consumers 4-7     | multiply 0 | store 0 | multiply 1 | store 1 |    the lower 64 rows
+//   consumers 0-3     | multiply 0 | store 0 | multiply 1 | store 1 |
+//   consumers 4-7     | multiply 0 | store 0 | multiply 1 | store 1 |
 //
-// Consumers that ping-pong take tiles in turns, so that the tensor cores never wait for a store:
+// Consumers that ping-pong take tiles in turns, so that one warpgroup stores while the other multiplies:
 //
 //   producer      | load 0 | load 1 | load 2    | load 3    |
 //   consumers 0-3     | multiply 0 | store 0    | multiply 2 | store 2    |
@@ -118,6 +118,14 @@ concept MultipliesStages =
 //   after_tile()    runs in each consumer warp after its stores of a tile; if kAwaitStores, these are written by then
 //   after_last()    runs in each consumer warp after its last tile
 //   run_aux()       runs in the aux warps, which have an Aux in shared memory, unless Aux is Nothing
+template <class Hooks, class Tile>
+concept FollowsTiles = requires(const Hooks& hooks, const Tile& tile) {
+  { Hooks::kAwaitStores } -> std::same_as<const bool&>;
+  hooks.after_tile(tile, /*warp=*/0);
+  hooks.after_last(tile, /*tiles=*/0, /*warp=*/0);
+  requires std::is_empty_v<typename Hooks::Aux> || requires { hooks.run_aux(Part{}); };
+};
+
 struct NoHooks {
   static constexpr bool kAwaitStores = false;
   using Aux = Nothing;
@@ -234,15 +242,23 @@ template <class Loop, class Hooks>
 constexpr int kConsumerRegisters =
     kStartRegisters + (kStartRegisters - kOtherRegisters<Loop, Hooks>)*(kThreads - kConsumers) / kConsumers;
 
+// What all threads of a CTA run.
 template <class Loop, class Epilogue, class Hooks>
 JAX_EP_FN void run_matmul(char* memory, const typename Loop::Source& source, const Epilogue& epilogue,
                           const Problem& problem, const Hooks& hooks, Part cta) {
   using Memory = typename Loop::template Memory<typename Hooks::Aux>;
+  static_assert(FollowsTiles<Hooks, typename Loop::Tile>);
   static_assert(LoadsStages<typename Loop::Source, typename Loop::Tile, Hooks>);
   static_assert(ListsTiles<typename Loop::Tiles, Memory>);
   static_assert(IsAuxRole<typename Loop::AuxRole, Loop, Memory>);
   static_assert(MultipliesStages<typename Loop::Multiply, typename Loop::Source, Memory>);
   static_assert(sizeof(Memory) <= kSharedBytes, "a CTA may not have so much shared memory");
+  static_assert(kConsumerRegisters<Loop, Hooks> * kConsumers + kOtherRegisters<Loop, Hooks> * (kThreads - kConsumers) ==
+                    kStartRegisters * kThreads,
+                "what some warps take others must give");
+  static_assert(std::is_empty_v<typename Hooks::Aux> ||
+                    (Loop::Multiply::kRegisters == 128 && std::is_same_v<typename Loop::AuxRole, DrawTiles>),
+                "hooks take the aux warps, and registers");
   auto& shared = *reinterpret_cast<Memory*>(memory);
   open_barriers<Loop>(shared);
   const int warp = uniform(threadIdx.x / 32);
