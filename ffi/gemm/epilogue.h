@@ -81,13 +81,14 @@ template <int kBlockN>
 constexpr bool kCanSplit = kBlockN == 128;
 
 // Adds the partial sums of both CTAs of a cluster: the CTAs swap halves of the columns, and each adds the half that it
-// stores. Both orders of a sum of two give the same bits.
+// stores. a + b and b + a have the same bits, so the result does not depend on the CTA.
 template <int kCount, class Memory>
 JAX_EP_FN void swap_halves(float (&half)[kCount], const float (&d)[2 * kCount], Memory& shared, uint32_t parity,
                            int warp, int lane) {
   static_assert(kCount * 32 * sizeof(float) <= 2 * kOutBytes);
   const int cta_in_cluster = blockIdx.x % kCluster, peer = 1 - cta_in_cluster;
   float4* const brought = reinterpret_cast<float4*>(shared.out[warp]) + lane;
+  __syncwarp();  // the other lanes may still read the buffer with plain loads
   if (lane == 0) {
     ptx::wait_stores_read<0>();
     arrive_with_data(&shared.swap_empty[warp], peer);
@@ -157,8 +158,8 @@ struct StoreTile {
     char* const to = reinterpret_cast<char*>(out + (int64_t{matrix} * problem.m + row) * problem.n);
     uint32_t biases[kBlockN / 8];  // of two columns each
     bool biased = false;
-    if constexpr (sizeof(Out) == 2 &&
-                  kBlockN != 192) {  // tiles of 192 columns have no registers left, and no groups of rows
+    // Tiles of 192 columns have no registers left. Their products have no bias (kernels/grouped_matmul/args.h).
+    if constexpr (sizeof(Out) == 2 && kBlockN != 192) {
       biased = bias != nullptr && tile.group < problem.groups;
       if (biased) read_biases<kBlockN>(biases, problem, tile, lane);
     }
@@ -260,8 +261,8 @@ JAX_EP_FN void piece_to_shared(char* buffer, int column, const float* d, int lan
 }
 
 // Stores a warp's part of a piece, at `from`: 16 rows from `row` on by kSwizzleBytes of columns from `col` on. `matrix`
-// has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA stores unless
-// it would write too much; it stops at the end of the matrix's rows.
+// has rows of `columns` values. Rows from `row_end` on and columns from `col_end` on are not stored. TMA stores whole
+// strips, and stops at the end of a row of the matrix. Where it would overwrite neighbours, the lanes store.
 template <class Out>
 JAX_EP_FN void store_strip(const CUtensorMap& map, Out* matrix, int columns, int row, int row_end, int col, int col_end,
                            const char* from, int lane) {

@@ -22,9 +22,10 @@ namespace jax_ep::gemm {
 
 constexpr int kGatherWarps = 2;
 constexpr int kSwizzleVecs = kSwizzleBytes / 16;
-constexpr int kRowsAtOnce = 32 / kSwizzleVecs;      // of a warp
-constexpr int kLaneRows = kSlice / kRowsAtOnce;     // of a slice: a lane copies 16 bytes of each
-constexpr uint32_t kZeroIndex = ~0u, kNoRow = ~0u;  // index -1; a row of zeros
+constexpr int kRowsAtOnce = 32 / kSwizzleVecs;   // of a warp
+constexpr int kLaneRows = kSlice / kRowsAtOnce;  // of a slice: a lane copies 16 bytes of each
+constexpr uint32_t kZeroIndex = ~0u;             // the index of a row of zeros
+constexpr uint32_t kNoRow = ~0u;                 // the entry of a row that is not copied
 
 struct Gathering {
   const char* matrix;
@@ -109,7 +110,7 @@ struct LaneRows {
     }
   }
 
-  // Copies 64 columns from `column` on of the first `count` rows, a multiple of 16. Columns past the last become zeros.
+  // Copies 64 columns from `column` on of the first `count` rows, rounded up to 16. Columns past the last become zeros.
   // Row i is row indices[first + i] of the matrix.
   JAX_EP_FN void copy(char* to, const Gathering& from, int first, int count, int column, int lane) const {
     const int vec = lane % kSwizzleVecs, at = column + vec * 8;
@@ -193,11 +194,11 @@ template <class Loop, class Memory>
 __device__ void announce_rows(Memory& shared, const typename Loop::Source& source, const Problem& problem, Part cta) {
   const int cta_in_cluster = blockIdx.x % kCluster, lane = threadIdx.x % 32;
   PipelineState<Memory::kStages> at;
-  auto taker = Loop::Tiles::taker(shared, source, problem);
-  if (cta_in_cluster == 0) taker.take();
+  auto feeder = Loop::Tiles::feeder(shared, source, problem);
+  if (cta_in_cluster == 0) feeder.feed();
   auto tiles = Loop::Tiles::list(shared, problem, cta);
   for (typename Loop::Tile tile; tiles.next(&tile);) {
-    if (cta_in_cluster == 0) taker.take();
+    if (cta_in_cluster == 0) feeder.feed();
     for (int k = tile.k_begin; k < tile.k_end; k += kBlockK, at.advance()) announce_stage(shared, at, lane);
   }
 }
@@ -221,8 +222,8 @@ class ContractionSteps {
   int k_;
 };
 
-// The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead, because loads of the
-// gathering warps would wait for their own copies.
+// The announcing warp if the contraction is gathered. It also finds the rows, kStages steps ahead. If a gathering warp
+// loaded indices, it would also wait for its earlier copies.
 template <class Loop, class Memory>
 __device__ void announce_contraction(Memory& shared, const typename Loop::Source& source, const Problem& problem,
                                      Part cta) {
@@ -268,7 +269,7 @@ struct Gather {
   template <class Base>
   using Memory = GatheredMemory<Base>;
   static constexpr bool kFills = true;
-  static constexpr int kTakers = kAuxWarps, kRegisters = 40;
+  static constexpr int kQueueReaders = kAuxWarps, kRegisters = 40;
 
   template <class Base>
   JAX_EP_FN static void open(GatheredMemory<Base>& shared) {

@@ -7,7 +7,8 @@
 //   warp 8              the producer: fills a ring of stages by TMA (produce)
 //   warps 9-11          aux warps: in a role, or in the hooks of a collective (run_matmul)
 //
-// Cooperative consumers have a part of every tile each: 64 rows, or with swapped operands 64 columns of the weights.
+// Cooperative consumers have a part of every tile each: 64 rows, or with swapped operands 64 columns of the weights
+// (128 if the weights are wide).
 //
 //   producer      | load 0 | load 1 | load 2    | load 3    |            at most kStages ahead of the multiplies
 //   consumers 0-3     | multiply 0 | store 0 | multiply 1 | store 1 |
@@ -45,12 +46,12 @@ struct DrawTiles {
   template <class Base>
   using Memory = Base;
   static constexpr bool kFills = false;
-  static constexpr int kTakers = 0, kRegisters = 24;
+  static constexpr int kQueueReaders = 0, kRegisters = 24;
   JAX_EP_FN static void open(auto& /*shared*/) {}
   template <class Loop>
   JAX_EP_FN static void run(auto& shared, const auto& source, const Problem& problem, Part, int aux_warp) {
     if (aux_warp != 0 || blockIdx.x % kCluster != 0) return;
-    for (auto all = Loop::Tiles::taker(shared, source, problem); all.take();) {
+    for (auto all = Loop::Tiles::feeder(shared, source, problem); all.feed();) {
     }
   }
 };
@@ -68,16 +69,16 @@ struct Mainloop {
 };
 
 // A role of the aux warps.
-//   Memory<Base>   the shared memory of a CTA: Base, and what the role needs
-//   kFills         whether the role fills a part of every stage, which it announces by one arrival
-//   kTakers        how many aux warps take tiles off a queue
-//   kRegisters     what a thread of them needs
-//   open()         one thread calls, before the first use of the barriers
-//   run()          each aux warp calls
+//   Memory<Base>    the shared memory of a CTA: Base, and what the role needs
+//   kFills          whether the role fills a part of every stage, which it announces by one arrival
+//   kQueueReaders   how many aux warps read the queue of tiles, if there is one
+//   kRegisters      what a thread of them needs
+//   open()          one thread calls, before the first use of the barriers
+//   run()           each aux warp calls
 template <class Role, class Loop, class Memory>
 concept IsAuxRole = requires(Memory& shared, const typename Loop::Source& source, const Problem& problem) {
   { Role::kFills } -> std::same_as<const bool&>;
-  requires Role::kTakers <= kAuxWarps;
+  requires Role::kQueueReaders <= kAuxWarps;
   requires Role::kRegisters >= 24;
   Role::open(shared);
   Role::template run<Loop>(shared, source, problem, Part{}, /*aux_warp=*/0);
@@ -88,17 +89,17 @@ concept IsAuxRole = requires(Memory& shared, const typename Loop::Source& source
 //   open()               one thread calls, before the first use of the barriers
 //   close()              all threads call, after the last use of shared memory
 //   list()               has next(), which is false after the last tile
-//   taker()              takes tiles off the queue, if there is one
+//   feeder()             feeds the queue of tiles, if there is one
 template <class Tiles, class Memory>
 concept ListsTiles = requires(Memory& shared, const Problem& problem, typename Tiles::Tile* tile) {
-  Tiles::open(shared, /*takers=*/0);
+  Tiles::open(shared, /*readers=*/0);
   { Tiles::list(shared, problem, Part{}).next(tile) } -> std::same_as<bool>;
   Tiles::close();
 };
 
 // The multiply step of a consumer warp.
 //   Tiles          the tiles whose stages it multiplies
-//   Accumulators   the sums of a thread, by slabs of 64 rows
+//   Accumulators   the sums of a thread, by slabs: of 64 rows, or of 64 columns if the operands are swapped
 //   kPingPong      whether the consumer warpgroups take tiles in turns; else each has a part of every tile
 //   kRegisters     what the sums need: 128 or 192
 //   has_work()     whether a warpgroup multiplies anything of a tile
@@ -216,7 +217,7 @@ template <class Loop, class Memory>
 JAX_EP_FN void open_barriers(Memory& shared) {
   constexpr int kReleasing = Loop::Multiply::kPingPong ? kWarpgroup : kConsumerWarps;  // warps of a CTA
   if (threadIdx.x == 0) {
-    Loop::Tiles::open(shared, Loop::AuxRole::kTakers);
+    Loop::Tiles::open(shared, Loop::AuxRole::kQueueReaders);
     Loop::AuxRole::open(shared);
     for (int stage = 0; stage < Memory::kStages; ++stage) {
       ptx::init_barrier(&shared.full[stage], 1 + Loop::AuxRole::kFills);
@@ -232,8 +233,9 @@ JAX_EP_FN void open_barriers(Memory& shared) {
   sync_cluster();
 }
 
-// The registers of a thread. All threads start with an equal share of the SM's 64 K, in steps of 8. The other warps
-// give consumers what their sums need. They keep 24, the minimum, or more if they need more or consumers less.
+// The registers of a thread. All threads start with an equal share of the SM's 64 K, in steps of 8. The producer and
+// the aux warps give registers to the consumers. Each keeps at least 24. They keep more if their role needs more, or if
+// the consumers need only 128 for sums.
 constexpr int kStartRegisters = 64 * 1024 / kThreads / 8 * 8;
 template <class Loop, class Hooks>
 constexpr int kOtherRegisters = std::max(std::is_empty_v<typename Hooks::Aux> ? Loop::AuxRole::kRegisters : 120,

@@ -15,7 +15,7 @@ constexpr int kSwizzleBytes = 128;  // of a row in shared memory
 constexpr int kAtomBytes = 8 * kSwizzleBytes;
 constexpr int kSliceBytes = kSlice * kSwizzleBytes;
 constexpr int kSlicesA = kBlockM / kSlice;
-constexpr int kMultiplyK = 16;  // contracted by one wgmma
+constexpr int kMultiplyK = 16;  // 16-bit values contracted by one wgmma
 
 constexpr int kConsumerWarps = 8;
 constexpr int kWarpgroup = 4;  // warps
@@ -26,8 +26,8 @@ constexpr int kFirstAuxWarp = kConsumerWarps + 1;
 constexpr int kOutRows = 16;  // that a warp stores at once, kSwizzleBytes of each
 constexpr int kOutBytes = kOutRows * kSwizzleBytes;
 
-// Shared memory of a CTA on sm_90. Two buffers per warp for stores, and the barriers, come off; stages fill the rest.
-// In tiles of 192 columns the stages leave room for a third buffer.
+// Shared memory of a CTA on sm_90. Stages get what two buffers for stores per warp, and 1 KiB for barriers, leave. In
+// tiles of 192 columns the stages leave room for a third buffer.
 constexpr int kSharedBytes = 227 * 1024;
 constexpr int kStageMemory = kSharedBytes - kConsumerWarps * 2 * kOutBytes - 1024;
 

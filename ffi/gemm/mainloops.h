@@ -26,7 +26,7 @@ using SwappedMainloop = Mainloop<SwappedSource<Weights>, MultiplySwapped<In, Wei
 
 // The same, if rows are gathered. Gathered rows cannot be multicast, so the CTAs of a cluster split the rows of a tile
 // pair, and share 256 columns of the weights, which are wide. A CTA has up to 128 rows, a warpgroup two slabs of 64
-// columns. The L2 cache delivers as many bytes as without a gather.
+// columns. The traffic from the L2 cache is the same as without a gather.
 template <class In, class Weights>
 using GatheredRowsMainloop =
     Mainloop<WideSource<Weights>, MultiplySwapped<In, Weights>, Gather</*kContraction=*/false>>;

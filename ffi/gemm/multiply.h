@@ -11,8 +11,8 @@ namespace jax_ep::gemm {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Zeroes rows of the next group in a stage inside which a group's contraction ends: from `valid` to the end of a
-// multiply.
+// A group's contraction may end inside a stage, where rows of the next group follow. Zeroes these, from `valid` to the
+// end of the last multiply.
 template <int kBlockN>
 JAX_EP_FN void zero_rows(char* stage, int valid) {
   constexpr int kThreads = kConsumers / kRowSlabs<kBlockN>, kVecs = kSwizzleBytes / 16;
@@ -36,8 +36,9 @@ JAX_EP_FN void multiply_step(float (&d)[kAll][kCount], uint64_t a, uint64_t b, i
                                      b + step * kDescriptorStep<kMnB>, !is_first);
 }
 
-// Whole stages of a tile, up to `end`: d = a x b in the first kWidth columns of kSlabs. A stage has kBlocks of both
-// operands, one after the other. Returns the stage that wgmma may still read, or -1.
+// Multiplies the whole stages in [begin, end), and releases all but the last: d = a x b in the first kWidth columns of
+// the first kSlabs slabs. A stage has kBlocks blocks, with one slice of b each. Returns the stage that wgmma may still
+// read, or -1.
 template <class In, int kWidth, int kSlabs, bool kMnA, bool kMnB, int kSlicesOfA = kSlicesA, int kBlocks = 1,
           class Memory, int kAll, int kCount>
 JAX_EP_FN int multiply_stages(float (&d)[kAll][kCount], Memory& shared, int begin, int end,
@@ -89,15 +90,15 @@ struct FixedTiles {
   using Tile = gemm::Tile;
   template <class HookMemory>
   using Memory = Shared<kBlockN, HookMemory>;
-  struct NoTaker {
-    JAX_EP_FN static bool take() { return false; }
+  struct NoFeeder {
+    JAX_EP_FN static bool feed() { return false; }
   };
 
-  JAX_EP_FN static void open(auto& /*shared*/, int /*takers*/) {}
+  JAX_EP_FN static void open(auto& /*shared*/, int /*readers*/) {}
   JAX_EP_FN static Schedule list(auto& /*shared*/, const Problem& problem, Part cta) {
     return Schedule(problem, kBlockN, cta);
   }
-  JAX_EP_FN static NoTaker taker(auto& /*shared*/, const auto& /*source*/, const Problem&) { return {}; }
+  JAX_EP_FN static NoFeeder feeder(auto& /*shared*/, const auto& /*source*/, const Problem&) { return {}; }
   JAX_EP_FN static void close() {}
 };
 
@@ -113,7 +114,8 @@ struct MultiplyTiles {
   JAX_EP_FN static bool has_work(const auto& /*source*/, const Problem& problem, const Tile& tile, int warpgroup) {
     const int first_row = tile.row + (kPingPong ? 0 : warpgroup * kSlice);
     const bool wanted = first_row < tile.row_end && tile.col < problem.n;
-    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;  // in zero_rows
+    // Both warpgroups must reach the barrier in zero_rows, so one without rows multiplies, too.
+    const bool meets = !kPingPong && problem.grouping == Grouping::k_grouped;
     return wanted || meets;
   }
 

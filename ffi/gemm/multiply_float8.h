@@ -20,7 +20,8 @@ struct BlockScales {
 };
 
 // The scales of a thread's part of a tile: rows lane / 4 and lane / 4 + 8 of its warp's 16 rows. Rows and columns
-// outside the matrices get the scales of the edge. Gathered rows outside are zero or NaN with any scale.
+// outside the matrices get the scales of the edge. A gathered row outside is all zeros or all NaN, so any scale will
+// do.
 template <int kBlockN, bool kGathers>
 class TileScales {
  public:
@@ -155,7 +156,7 @@ struct LoadScales {
   template <class Base>
   using Memory = GatedFloat8Memory;
   static constexpr bool kFills = true;
-  static constexpr int kTakers = 0, kRegisters = 24;
+  static constexpr int kQueueReaders = 0, kRegisters = 24;
   JAX_EP_FN static void open(auto& /*shared*/) {}
 
   template <class Loop>
@@ -208,10 +209,10 @@ JAX_EP_FN void add_half(float (&total)[kGatedWidth / 2], uint64_t a, uint64_t b,
   settle(total);  // before the next multiplies: otherwise two sums of a block need registers
 }
 
-// The multiply step of gated units: the same products, twice. A tile has kBlockM rows and one block of 128 columns of
-// gate and of up. Each consumer warpgroup has all rows, in two halves, and 64 columns of gate and of up, so a thread
-// has both products of a value. The sums of both halves and of a block fill the registers. The warpgroups exchange the
-// largest magnitudes of a row in shared memory (StoreGatedFloat8).
+// The multiply step of gated units, for the products with gate and with up. A tile has kBlockM rows and one block of
+// 128 columns of gate and of up. Each consumer warpgroup has all rows, in two halves, and 64 columns of gate and of up,
+// so a thread has both products of a value. The sums of both halves and of a block fill the registers. The warpgroups
+// exchange the largest magnitudes of a row in shared memory (StoreGatedFloat8).
 struct MultiplyGatedFloat8 {
   using Tiles = FixedTiles<kScaleBlock>;
   using Accumulators = float[kHalves][kGatedWidth / 2];

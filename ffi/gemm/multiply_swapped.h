@@ -1,9 +1,9 @@
 // Products whose rows are in groups, with swapped operands ("swap AB" in DeepGEMM and CUTLASS): wgmma takes 64 columns
-// of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile has only rows of
-// its group. Tiles of fixed height waste half a tile per group.
+// of the weights as its rows, and a multiple of kRowStep rows of the tokens as its columns. So a tile
+// has fewer than kRowStep rows of other groups. Tiles of fixed height waste half a tile per group.
 //
-// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups. Tiles differ in height, so clusters draw
-// them from a queue (tile_queue.h).
+// A CTA has 128 columns of weights, 64 for each of two cooperative warpgroups, or 256 if weights are wide. In a gated
+// product half of them are of gate. Tiles differ in height, so clusters draw them from a queue (tile_queue.h).
 #pragma once
 
 #include "gemm/multiply.h"

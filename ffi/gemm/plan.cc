@@ -83,7 +83,7 @@ Config plan_fixed(const Shape& shape, int sms) {
 
 std::string Config::describe() const {
   if (swap_ab)
-    return "tiles of 128 columns and up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
+    return "tiles of up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
            std::to_string(ctas) + " CTAs" + (is_static ? ", in a fixed order" : "");
   return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(ctas) +
          " CTAs" + (split_k ? ", two a tile" : "");

@@ -1,7 +1,7 @@
 // Tiles of a product whose rows are in groups, with swapped operands (multiply_swapped.h).
 //
 // A group is cut into tiles of nearly equal height, in steps of kRowStep, so that a group wastes less than one step.
-// Clusters take tile pairs: two tiles of the same rows, side by side.
+// Clusters take tile pairs: two tiles of the same rows, side by side, or, if `split`, one above the other.
 #pragma once
 
 #include "comm/platform.h"

@@ -5,9 +5,9 @@
 //   stage_k()  how much of a tile's contraction a stage holds: one block of kBlockK, or several
 //   open()     says what of a tile there is to load
 //   load()     fills a stage that is empty; all lanes of the warp call
-// A block has kSlicesA slices of the operand that wgmma takes as A, then the slices of the other operand. Sources of
-// swapped operands also have Weights, weights and product (multiply_swapped.h), those of float8 have product, and those
-// of gathers name what the aux warps gather (GathersRows in gather.h).
+// A block has the slices of the operand that wgmma takes as A, kSlicesA or those of wide weights, then the slices of
+// the other operand. Sources of swapped operands also have Weights, weights and product (multiply_swapped.h). Those of
+// float8 and of gathers have product. Those of gathers name what the aux warps gather (GathersRows in gather.h).
 #pragma once
 
 #include <concepts>
@@ -23,13 +23,14 @@
 namespace jax_ep::gemm {
 
 // Loads the first `wanted` slices of an operand. The others are outside the matrix, and TMA would spend time to fill
-// them with zeros. If `shared`, each CTA of the cluster loads half of kSlices for both, and they take turns with an odd
-// slice. `once`: the slices are not read again.
+// them with zeros. If `shared`, each CTA of the cluster loads half of the slices for both. If their number is odd, the
+// CTAs load the larger half in turns. `once`: the slices are not read again.
 template <bool kMn, int kSlices>
 JAX_EP_FN void load_slices(char* to, const CUtensorMap& map, int row, int k, int matrix, int wanted, bool once,
                            bool shared, int cta_in_cluster, uint64_t* barrier) {
-  const int half = kSlices % 2 ? kSlices / 2 + (k / kBlockK & 1) : kSlices / 2;  // the first of both CTAs'
-  const int begin = shared && cta_in_cluster == 1 ? half : 0, end = shared && cta_in_cluster == 0 ? half : kSlices;
+  const int of_second = kSlices % 2 ? kSlices / 2 + (k / kBlockK & 1) : kSlices / 2;  // the second CTA's first slice
+  const int begin = shared && cta_in_cluster == 1 ? of_second : 0,
+            end = shared && cta_in_cluster == 0 ? of_second : kSlices;
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
     if (slice < begin || slice >= end || slice >= wanted) continue;

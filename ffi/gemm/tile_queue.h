@@ -7,7 +7,7 @@
 
 namespace jax_ep::gemm {
 
-// Tiles of a CTA that some warp of the cluster has not begun.
+// Tiles of a CTA. A slot is free again when every warp of the cluster has read its tile.
 struct TileQueue {
   static constexpr int kAhead = 2;
   RowTile tiles[kAhead];  // with group kNoTile after the last
@@ -15,19 +15,19 @@ struct TileQueue {
 };
 constexpr int kNoTile = -1;
 
-// One warp of a cluster takes tile pairs for all warps of both CTAs, and sends each CTA its tile. The first pair has
-// the number of the cluster. `counter`, which begins at 0, gives the next ones. Without a counter, each is the last one
-// plus the number of clusters.
-class TileTaker {
+// One warp of a cluster takes tile pairs for all warps of both CTAs, and sends each CTA its tile. Cluster c begins with
+// pair c. The numbers of later pairs come from `counter`, which starts at 0. Without a counter, a cluster adds the
+// number of clusters to its last pair.
+class TileFeeder {
  public:
-  JAX_EP_FN TileTaker(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
+  JAX_EP_FN TileFeeder(TileQueue& queue, const Problem& problem, int tile_columns, bool split, uint32_t* counter)
       : queue_(queue),
         lane_(threadIdx.x % 32),
         tiles_(problem, tile_columns, split, coop_of(lane_)),
         counter_(counter) {}
 
   // Waits until all warps have begun the tile of a slot, then takes the next pair. False after the last pair.
-  JAX_EP_FN bool take() {
+  JAX_EP_FN bool feed() {
     if (!more_) return false;
     wait_barrier(&queue_.empty[at_.stage], at_.parity ^ 1, "all warps to begin a tile");
     pair_ = next_pair();
@@ -88,17 +88,17 @@ struct QueuedTiles {
   template <class>
   using Memory = SwappedMemory;
 
-  // `takers`: how many aux warps of a CTA take tiles, besides the consumers and the producer.
-  JAX_EP_FN static void open(SwappedMemory& shared, int takers) {
+  // `readers`: how many aux warps of a CTA read tiles, besides the consumers and the producer.
+  JAX_EP_FN static void open(SwappedMemory& shared, int readers) {
     for (int i = 0; i < TileQueue::kAhead; ++i) {
       ptx::init_barrier(&shared.queue.full[i], 1);
-      ptx::init_barrier(&shared.queue.empty[i], (kConsumerWarps + 1 + takers) * kCluster);
+      ptx::init_barrier(&shared.queue.empty[i], (kConsumerWarps + 1 + readers) * kCluster);
     }
   }
   JAX_EP_FN static TakenTiles list(SwappedMemory& shared, const Problem&, Part) { return TakenTiles(shared.queue); }
   template <class Source>
-  JAX_EP_FN static TileTaker taker(SwappedMemory& shared, const Source& source, const Problem& problem) {
-    return TileTaker(shared.queue, problem, Source::kColumns, Source::Weights::kWide, source.product.counter);
+  JAX_EP_FN static TileFeeder feeder(SwappedMemory& shared, const Source& source, const Problem& problem) {
+    return TileFeeder(shared.queue, problem, Source::kColumns, Source::Weights::kWide, source.product.counter);
   }
   JAX_EP_FN static void close() { sync_cluster(); }  // the other CTA may still arrive at this one's barriers
 };

@@ -33,7 +33,7 @@ constexpr Element kElement = std::is_same_v<T, float>           ? Element::float
                              : std::is_same_v<T, __nv_bfloat16> ? Element::bfloat16
                                                                 : Element::float8;
 
-// What a kernel serves.
+// The properties by which the host finds a kernel.
 struct Form {
   Element in, out;
   bool lhs_is_k_by_m = false, rhs_is_k_by_n = false;
@@ -76,7 +76,7 @@ const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
   return nullptr;
 }
 
-// Whether the current device is one.
+// Sets `found`: whether the current device is a Hopper.
 inline cudaError_t is_hopper(bool* found) {
   int device = 0, major = 0;
   cudaError_t error = cudaGetDevice(&device);

@@ -1,5 +1,5 @@
-// Every compiled kernel of products. ffi/kernel_instances.cmake makes a file of each family, so that they compile in
-// parallel.
+// Every compiled kernel of grouped products. ffi/kernel_instances.cmake makes a file for each family, so that they
+// compile in parallel.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ constexpr Variant<GroupedMatmulKernel> variant(const Form& form) {
   return {form, &grouped_matmul_kernel<Loop, Epilogue>, int{sizeof(typename Loop::template Memory<>)}};
 }
 
-// The kernels of a family, for operands of dtypes T. A table names T in every entry: the compiler would make the others
-// in every file.
+// The kernels of a family, for operands of dtypes T. Each entry depends on T. An entry that did not would be compiled
+// in the file of every family.
 template <Family, class... T>
 constexpr std::array<Variant<GroupedMatmulKernel>, 0> kTable{};
 

@@ -1,5 +1,5 @@
 // Defines OverlapKernel: picks the kernel for dtypes, tiles and storage order, and describes arrays to TMA. The kernels
-// of each Args are a file (ffi/kernel_instances.cmake), compiled for sm_90a alone.
+// of each Args are compiled in one file (ffi/kernel_instances.cmake), for sm_90a alone.
 #pragma once
 
 #include "gemm/tensor_map.h"
