@@ -96,8 +96,8 @@ Note request_of(const Region& region, int rank_index) {
 
 std::string name_of(int process) { return "process " + std::to_string(process) + " "; }
 
-// How the process is that connected the other end of a socket. A child that it forked may hold the socket open when it
-// has ended. Nobody can tell of a process of another PID namespace, which has the number zero here.
+// The state of the process at the other end of a socket. A forked child may hold the socket open after the process has
+// ended. Nothing is known of a process of another PID namespace, which has the number zero here.
 const char* state_behind(int socket) {
   ucred peer{};
   socklen_t bytes = sizeof(peer);

@@ -91,7 +91,7 @@ class Listener:
                     self._reject(next(iter(self._pending)))
                 time.sleep(_RETRY_SECONDS)
                 return
-            if peer_uid(connection) != os.getuid():
+            if peer_uid(connection) != os.geteuid():
                 _close(connection)
                 continue
             connection.setblocking(False)
@@ -152,7 +152,7 @@ def connect(secret: str, process: int, peer: int, *, timeout: float) -> socket.s
                     break
                 except BlockingIOError:  # the backlog is full
                     time.sleep(_RETRY_SECONDS)
-            if peer_uid(connection) != os.getuid():
+            if peer_uid(connection) != os.geteuid():
                 raise PeerLostError(f"Group: process {peer} belongs to another user")
             connection.settimeout(_left(deadline))
             connection.send(_handshake(secret, process, peer))

@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ _PERIOD_SECONDS = 0.25  # between two heartbeats of a process
 OPENING_SECONDS = 0.01  # the same, while the process opens a group
 _READS_A_SECOND = 256  # of a company together; with many processes heartbeats become rarer
 JOIN_SECONDS = 1.0  # for a thread that ends
+_LAST_SECONDS = 5.0  # in which a thread that ends tries to write its last heartbeat
 _MOST_ENDED = 4  # parts that a heartbeat still names
 
 OPENING, OPEN, CLOSED, LEFT = "opening", "open", "closed", "left"  # left: by an error
@@ -125,8 +127,9 @@ class HeartbeatThread:
 
     @contextlib.contextmanager
     def opening(self, over: str, host: str = "", taken: Collection[int] = ()) -> Iterator[str]:
-        """A new part of the group `over`, by its id, which only readers of the store know. One thread at a time is in
-        such a block of a group. If the block raises, the part is left.
+        """Begins a part of the group `over`, and yields its id, a random secret that only readers of the store know.
+
+        Only one thread at a time may open a given group; the others wait. If the block raises, the part is left.
         """
         with self._meeting[over]:
             part = secrets.token_hex(16)
@@ -141,7 +144,7 @@ class HeartbeatThread:
         with self._lock:
             self._parts[part] = begun
             if self._stopped.is_set() or self.over:
-                self._stopped, self.failure = threading.Event(), None
+                self._stopped, self.failure, self.unanswered = threading.Event(), None, None
                 run = partial(self._run, self._stopped)
                 self._thread = threading.Thread(target=run, name="jax_ep heartbeat", daemon=True)
                 self._thread.start()
@@ -174,8 +177,11 @@ class HeartbeatThread:
         try:
             while not stopped.is_set() and self._exchange():
                 stopped.wait(self._pause())
-            if not self._silent:
-                self._exchange()
+            until = time.monotonic() + _LAST_SECONDS
+            while not self._silent and self._thread is threading.current_thread() and self._exchange():
+                if self.unanswered is None or time.monotonic() > until:
+                    break
+                time.sleep(_PERIOD_SECONDS)
         except Exception as error:
             self.failure = error
             _LOGGER.exception("the heartbeat thread has ended: other processes will take this one for lost")

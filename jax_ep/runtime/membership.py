@@ -7,7 +7,6 @@ group. Old entries of dead processes, and parts of other groups, never agree.
 """
 
 import atexit
-import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,6 +23,7 @@ from jax_ep.runtime.heartbeat import (
     OPEN,
     OPENING_SECONDS,
     GroupPart,
+    Heartbeat,
     HeartbeatThread,
     Readings,
     hash_of,
@@ -33,7 +33,7 @@ from jax_ep.runtime.timeouts import Deadline
 
 _LOOK_SECONDS = 0.1  # between two looks at the heartbeats
 _STOPPED_SECONDS = 1.0  # if this much time lies between two looks, this process was stopped itself
-_LEAST_SECONDS = 2.0  # of silence before a process is lost; a busy host is silent for less
+_LEAST_SECONDS = 2.0  # of silence before a process is lost; shorter silence is normal on a busy host
 
 
 class Meeting(NamedTuple):
@@ -59,7 +59,7 @@ def meet(thread: HeartbeatThread, over: str, part: str, others: Collection[int],
     seen, reads, answered = "", 0, time.monotonic()
     while True:
         readings = thread.readings
-        # A process may have opened with an earlier part of this one, and be at its next part already.
+        # Another process may already count this one in with an earlier part of its own, and have begun the next.
         if missing := _missing(readings, others, parts, seen):
             parts = {
                 process: key  # the last of each process
@@ -77,10 +77,10 @@ def meet(thread: HeartbeatThread, over: str, part: str, others: Collection[int],
             reads, answered = readings.reads, time.monotonic()
         trouble = thread.failure or (thread.unanswered if time.monotonic() - answered > _LEAST_SECONDS else None)
         if trouble is not None or open_timeout.left() == 0:
-            thread.update(part, seen="")  # who reads it later waits for the next attempt
+            thread.update(part, seen="")  # so that a slow process does not count on this failed attempt
             if trouble is not None:
                 raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {trouble}") from trouble
-            raise not_opened(never_here or missing, open_timeout)  # others may have gone because of the former
+            raise not_opened(never_here or missing, open_timeout)  # those that came may have given up because of these
         time.sleep(OPENING_SECONDS)
 
 
@@ -105,6 +105,16 @@ def _missing(readings: Readings, others: Collection[int], parts: Mapping[int, st
     """The processes of `others` without a part in `parts` that publishes `seen`."""
     found = {p: readings.by_process[p].parts.get(part) for p, part in parts.items() if p in readings.by_process}
     return {*others} - {p for p, part in found.items() if part and part.seen == seen}
+
+
+def _later(readings: Readings, before: Readings) -> dict[int, Heartbeat]:
+    """The heartbeats in `readings` that were not overtaken: a write may reach the store after the next one."""
+
+    def overtaken(process: int, new: Heartbeat) -> bool:
+        old = before.by_process.get(process)
+        return old is not None and new.incarnation == old.incarnation and new.beat < old.beat
+
+    return {process: new for process, new in readings.by_process.items() if not overtaken(process, new)}
 
 
 class FailureDetector:
@@ -142,7 +152,7 @@ class FailureDetector:
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # not while the store was gone
         before = self.readings
-        self.readings = Readings(readings.reads, {**before.by_process, **readings.by_process})
+        self.readings = Readings(readings.reads, before.by_process | _later(readings, before))
         for process, who in self._others.items():
             if self._states[process] == CLOSED:
                 continue
@@ -271,7 +281,10 @@ class Membership:
         return type(error)(f"{error} (timeout {self._limit:g} s); the group has failed")
 
 
-@functools.cache
+_threads: dict[frozenset[int], HeartbeatThread] = {}
+_threads_lock = threading.Lock()
+
+
 def heartbeat_thread(company: frozenset[int]) -> HeartbeatThread:
     """The heartbeat thread of this process in a company.
 
@@ -280,6 +293,9 @@ def heartbeat_thread(company: frozenset[int]) -> HeartbeatThread:
     """
     if jax_private.coordination_client() is None:
         raise PlatformError("Group: a mesh of several processes needs jax.distributed.initialize")
-    here = HeartbeatThread(jax_private.coordination_client, jax.process_index(), company)
-    atexit.register(here.stop)  # before the interpreter ends, as no thread may come back from native code later
-    return here
+    with _threads_lock:
+        if company not in _threads:
+            _threads[company] = HeartbeatThread(jax_private.coordination_client, jax.process_index(), company)
+            # A thread that comes back from native code after the interpreter has ended would crash.
+            atexit.register(_threads[company].stop)
+        return _threads[company]

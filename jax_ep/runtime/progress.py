@@ -2,7 +2,7 @@
 
 XLA's collectives wait for ever for a process that lives and does not join them. Therefore each rank marks the
 beginning and the end of each op (`agreement`), and heartbeats carry the marks. If an op does not end within the group's
-timeout, its process compares the marks. The reason is a process that has begun fewer ops, has closed the group, or has
+timeout, its process compares the marks. It blames a process that has begun fewer ops, has closed the group, or has
 begun another op in place of this one.
 """
 

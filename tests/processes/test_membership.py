@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 import pytest
 from helpers import KeyValueStore, wait_until
 
@@ -112,6 +113,32 @@ def test_who_left_by_an_error_is_missed(others: Others) -> None:
 def test_a_process_that_was_started_again_is_another_one(others: Others) -> None:
     others.readings[1] = Heartbeat("another", 1, {})
     assert others.wait(0.1) == f"{OTHERS[1]} was started again"
+
+
+def test_a_heartbeat_that_was_overtaken_does_not_count(others: Others) -> None:
+    others.wait(1)
+    others.readings[1] = Heartbeat("life1", 0, {})  # of a time before the group
+    lost = others.wait(LIMIT + 1, silent=(1,))
+    assert str(lost).startswith(f"{OTHERS[1]} sent no heartbeat for 10.")
+
+
+def test_the_last_heartbeat_is_written_again_if_the_store_failed() -> None:
+    class Store(KeyValueStore):
+        failures = 0
+
+        def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise jax.errors.JaxRuntimeError("UNAVAILABLE")
+            super().key_value_set(key, value, allow_overwrite)
+
+    store = Store()
+    thread = HeartbeatThread(lambda: store, 0, {0, 1})
+    with thread.opening("a group") as part:
+        wait_until(lambda: bool(store.left))
+        store.failures = 2
+        thread.update(part, state=CLOSED)
+    wait_until(lambda: f'"{CLOSED}"' in "".join(store.left.values()))
 
 
 def test_a_process_that_was_stopped_blames_nobody(others: Others) -> None:
