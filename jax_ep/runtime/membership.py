@@ -56,9 +56,9 @@ def meet(thread: HeartbeatThread, over: str, part: str, others: Collection[int],
     """
     never_here, group = {*others}, hash_of(over)
     parts: dict[int, str] = {}
-    seen, reads, answered = "", 0, time.monotonic()
+    seen, reads, answered, failed = "", 0, time.monotonic(), None  # when the store answered last, and has failed since
     while True:
-        readings = thread.readings
+        unanswered, readings = thread.unanswered, thread.readings
         # Another process may already count this one in with an earlier part of its own, and have begun the next.
         if missing := _missing(readings, others, parts, seen):
             parts = {
@@ -73,13 +73,21 @@ def meet(thread: HeartbeatThread, over: str, part: str, others: Collection[int],
         if not missing:
             return Meeting(parts, readings)
         never_here &= missing
+        now, late, lost = time.monotonic(), open_timeout.left() == 0, None
         if readings.reads > reads:
-            reads, answered = readings.reads, time.monotonic()
-        trouble = thread.failure or (thread.unanswered if time.monotonic() - answered > _LEAST_SECONDS else None)
-        if trouble is not None or open_timeout.left() == 0:
+            reads, answered, failed = readings.reads, now, None
+        elif unanswered is not None and failed is None:
+            failed = now
+        if thread.failure is not None:
+            lost = f"this process sends no heartbeats any more, because of {thread.failure!r}"
+        elif failed is not None and now - failed > _LEAST_SECONDS:
+            lost = f"the coordinator of jax.distributed did not answer: {unanswered}"
+        elif late and not thread.over and now - answered > _LEAST_SECONDS:
+            lost = f"the coordinator of jax.distributed did not answer for {now - answered:.1f} s"
+        if late or lost is not None:
             thread.update(part, seen="")  # so that a slow process does not count on this failed attempt
-            if trouble is not None:
-                raise PeerLostError(f"Group: the coordinator of jax.distributed did not answer: {trouble}") from trouble
+            if lost is not None:
+                raise PeerLostError(f"Group: {lost}") from thread.failure or unanswered
             raise not_opened(never_here or missing, open_timeout)  # those that came may have given up because of these
         time.sleep(OPENING_SECONDS)
 
@@ -152,7 +160,7 @@ class FailureDetector:
             return f"the coordinator of jax.distributed, in process 0, did not answer for {self._unanswered:.1f} s"
         waited, self._unanswered = min(self._unanswered, self._pause), 0.0  # not while the store was gone
         before = self.readings
-        self.readings = Readings(readings.reads, before.by_process | _later(readings, before))
+        self.readings = Readings(readings.reads, {**before.by_process, **_later(readings, before)})
         for process, who in self._others.items():
             if self._states[process] == CLOSED:
                 continue

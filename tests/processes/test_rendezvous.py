@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -156,3 +157,11 @@ def test_the_store_is_gone(processes: Processes, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(PeerLostError, match=r"coordinator of jax\.distributed did not answer: UNAVAILABLE"):
         processes.start(0, PAIR).result(TIMEOUT)
     assert time.monotonic() - start < 5
+
+
+def test_a_store_that_hangs_is_no_fault_of_others(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(KeyValueStore, "key_value_set", lambda *_, **__: answers.wait(TIMEOUT))
+    with pytest.raises(PeerLostError, match=r"coordinator of jax\.distributed did not answer for 3\.\d s"):
+        processes.start(0, PAIR, timeout=3.0).result(TIMEOUT)
+    answers.set()
