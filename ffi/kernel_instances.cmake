@@ -1,4 +1,5 @@
-# The kernels that take up to a minute each to compile: a file for each instance, so that they compile in parallel.
+# How CUDA kernels are compiled. Those that take up to a minute each are a file for each instance, so that they compile in
+# parallel.
 #
 # kernel_instances(<result> <header> <statement> <instances>...): files with the statement for each @instance@.
 function(kernel_instances result header statement)
@@ -10,6 +11,10 @@ function(kernel_instances result header statement)
   endforeach()
   set(${result} ${files} PARENT_SCOPE)
 endfunction()
+
+# CMake knows nvcc's option for C++20 since 3.26.
+set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
 
 kernel_instances(row_kernels runtime/gpu/define_kernels.h
   "#define JAX_EP_INSTANTIATE(Args) template struct Kernel<@instance@, Args>;\nJAX_EP_VALUE_KERNELS(JAX_EP_INSTANTIATE)"
