@@ -32,6 +32,7 @@ FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it
 MODELS = [
     Model("V3", Shape(4096, 7168, 8, 256, "bfloat16"), 2048),
     Model("Qwen3-30B", Shape(8192, 2048, 8, 128, "bfloat16"), 768),
+    Model("Qwen3-Next", Shape(8192, 2048, 10, 512, "bfloat16"), 512),
     Model("Mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
     Model("GPT-OSS", Shape(8192, 2880, 4, 128, "bfloat16"), 2880),
 ]

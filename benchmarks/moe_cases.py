@@ -74,6 +74,7 @@ _TINY = Shape(64, 256, 2, 16, "bfloat16")
 CASES = [
     *(Case(dataclasses.replace(_LARGE, tokens=tokens), quick=tokens == 128) for tokens in _SMALL),
     Case(_LARGE, quick=True, few_sms=(16, 24)),
+    *(Case(Shape(tokens, 2048, 8, 128, "bfloat16"), few_sms=(24,)) for tokens in (8192, 32_768)),
     Case(dataclasses.replace(_LARGE, tokens=8192)),
     *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
     Case(_LARGE, "Zipf"),

@@ -66,6 +66,8 @@ void exit_on_failure(Group& group, const char* op) {
   std::exit(1);
 }
 
+constexpr double kWire = 369;  // GB/s that the SMs of an H200 store to peers, one way
+
 // Rows that rank 0 sends to peers: one for each of its tokens and each peer that owns one of the token's experts.
 int rows_sent(const Rank& rank, const Shape& s, int n) {
   int rows = 0;
@@ -83,8 +85,10 @@ void run_planned(int n, const Shape& s) {
   Group group({devices_of(n)}, 2.0, false);
   std::vector<Rank> ranks = make_ranks(n, s);
   static constexpr const char* kChosen[] = {"all experts", "half of the tokens", "half of the experts"};
-  std::printf("T=%d H=%d top-%d of %d, %d ranks on %d GPUs, %s: %d rows sent\n", s.tokens, s.hidden, s.top_k, s.experts,
-              n, gpu_count(), kChosen[static_cast<int>(s.chosen)], rows_sent(ranks[0], s, n));
+  const int rows = rows_sent(ranks[0], s, n);
+  std::printf("T=%d H=%d top-%d of %d, %d ranks on %d GPUs, %s: %d rows sent, %.0f us at %.0f GB/s\n", s.tokens,
+              s.hidden, s.top_k, s.experts, n, gpu_count(), kChosen[static_cast<int>(s.chosen)], rows,
+              rows * 2e-3 * s.hidden / kWire, kWire);
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
   const auto time = [&](const char* op, auto args_of) {
     using Spec = OpSpec<std::decay_t<decltype(args_of(ranks[0]))>>;
@@ -148,10 +152,13 @@ int main(int argc, char** argv) {
   // On two ranks: the rows an expert, and nearly the rows a token and rank, of Qwen3-30B, Qwen3-Next and V3 on eight.
   const Shape as_on_eight[] = {{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
   if (argc > 2 && !std::strcmp(argv[2], "planned")) {
-    for (const Shape& shape : as_on_eight) run_planned(n, shape);
+    if (n == 2)
+      for (const Shape& shape : as_on_eight) run_planned(n, shape);
+    else
+      run_planned(n, {32768, 2048, 8, 128});
     run_planned(n, {8192, 2048, 8, 128});
     for (const Chosen half : {Chosen::half_the_tokens, Chosen::half_the_experts}) {
-      run_planned(n, {32768, 2048, 2, 32, half});
+      if (n == 2) run_planned(n, {32768, 2048, 2, 32, half});
       run_planned(n, {8192, 2048, 8, 128, half});
     }
     run_planned(n, {4096, 7168, 8, 256});
