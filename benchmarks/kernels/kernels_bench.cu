@@ -4,6 +4,7 @@
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
 //   build/kernels_bench [ranks [few | planned]]: few tokens alone; or the launches that users get
+//   build/kernels_bench ranks T H K E: one shape, without float8
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -115,8 +116,8 @@ void run_planned(int n, const Shape& s) {
   for (Rank& r : ranks) release(r);
 }
 
-void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
-         const std::vector<LaunchConfig>& combines) {
+void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines,
+         bool float8 = true) {
   Group group({devices_of(n)}, 2.0, false);
   std::vector<Rank> ranks = make_ranks(n, s);
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
@@ -132,7 +133,7 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches,
       exit_on_failure(group, op);
     }
   };
-  if (s.hidden % 128 == 0) {
+  if (float8 && s.hidden % 128 == 0) {
     time("dispatch float8", dispatches, [](const Rank& r) { return r.dispatch_float8; });
     time("float8 rows", dispatches, [](const Rank& r) { return r.float8_rows; });
   }
@@ -165,19 +166,25 @@ int main(int argc, char** argv) {
     run_planned(n, {128, 7168, 8, 256});
     return 0;
   }
-  if (!few) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
-  if (!few) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
-  run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+  const bool one = argc > 5, all = !few && !one;
+  if (all) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
+  if (all) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+  if (!one) run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   std::vector<LaunchConfig> dispatches, combines;
-  for (const int ctas : {16, 24, 32, 64, 96, 128}) {
+  for (const int ctas : {16, 24, 32, 64, 96}) {
     dispatches.push_back({ctas, 256, 6, kMove});
     for (int senders = 2; senders <= 7; ++senders) dispatches.push_back({ctas, 256, senders, kStream});
   }
-  for (const int ctas : {16, 24, 32, 64, 96, 128})
-    for (int senders = 4; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
-  if (!few) run(n, {4096, 7168, 8, 256}, dispatches, combines);
-  if (!few) run(n, {8192, 2048, 8, 128}, dispatches, combines);
-  if (!few && n == 2)
+  for (const int ctas : {16, 24, 32, 64, 96})
+    for (int senders = 2; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
+  if (one) {
+    run(n, {std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])}, dispatches, combines,
+        /*float8=*/false);
+    return 0;
+  }
+  if (all) run(n, {4096, 7168, 8, 256}, dispatches, combines);
+  if (all) run(n, {8192, 2048, 8, 128}, dispatches, combines);
+  if (all && n == 2)
     for (const Shape& shape : as_on_eight) run(n, shape, dispatches, combines);
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {
