@@ -7,21 +7,22 @@
 
 namespace jax_ep {
 
-// The number of sender warps of a CTA, in an op of up to `most_ctas` CTAs.
+// The number of sender warps of a CTA, in an op of up to `most_ctas` CTAs. A table of rules says what its cases are.
 struct SenderRule {
   int most_ctas;
-  int two_ranks, more_ranks;  // by the ranks of the group
+  int senders[3];  // by case
 };
 constexpr int kSenderRules = 4;
 
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // kernels_bench 2, kernels_bench 4.
-  SenderRule dispatch[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 4, 2}};
-  SenderRule dispatch_eager[kSenderRules] = {{31, 5, 3}, {64, 3, 2}, {1 << 30, 2, 2}};  // of at most kEagerTokens
-  SenderRule dispatch_float8[kSenderRules] = {{32, 6, 5}, {64, 5, 2}, {1 << 30, 3, 2}};
-  SenderRule combine[kSenderRules] = {{32, 7, 6}, {63, 6, 6}, {95, 5, 5}, {1 << 30, 4, 3}};
+  // kernels_bench 2, kernels_bench 4. Cases: two ranks; more ranks and long rows; more ranks and short rows.
+  SenderRule dispatch[kSenderRules] = {{48, {4, 3, 2}}, {1 << 30, {2, 2, 2}}};
+  SenderRule dispatch_eager[kSenderRules] = {{31, {5, 3, 3}}, {64, {3, 2, 2}}, {1 << 30, {2, 2, 2}}};
+  SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 5}}, {64, {5, 2, 2}}, {1 << 30, {3, 2, 2}}};
+  // The same. Cases: a rank sums at least 3 rows for each that it sends; at least 1.5; fewer.
+  SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 3}}, {48, {5, 5, 3}}, {1 << 30, {4, 4, 3}}};
   int few_senders = 4;              // for combine and float8 dispatch of few tokens
   int union_entries_per_cta = 256;  // of sparse_union: bench sparse
   int union_ctas = 96;              // at most: bench sparse

@@ -15,9 +15,9 @@
 
 namespace jax_ep {
 
-// The arguments of the kernel that runs a call. An op with several kernels overloads this.
+// The arguments of the kernel that runs a call on so many ranks and CTAs. An op with several kernels overloads this.
 template <class Args>
-std::variant<Args> kernel_of(const Args& args, int) {
+std::variant<Args> kernel_of(const Args& args, int, int) {
   return args;
 }
 
@@ -31,7 +31,7 @@ JAX_EP_BYTE_KERNELS(JAX_EP_IS_BYTE_WISE)
 
 // Calls run(format, args), where run_kernel<decltype(format)>(comm, args, coop) is the kernel of the call.
 template <class Args, class Run>
-auto with_kernel(const Args& args, int ranks, Run run) {
+auto with_kernel(const Args& args, int ranks, int ctas, Run run) {
   return std::visit(
       [&](const auto& kernel_args) {
         if constexpr (kIsByteWise<std::decay_t<decltype(kernel_args)>>)
@@ -39,7 +39,7 @@ auto with_kernel(const Args& args, int ranks, Run run) {
         else
           return with_format(kernel_args.dtype, [&](auto format) { return run(format, kernel_args); });
       },
-      kernel_of(args, ranks));
+      kernel_of(args, ranks, ctas));
 }
 
 }  // namespace jax_ep

@@ -140,6 +140,8 @@ JAX_EP_CONSTANT_FN Values values_of(DType dtype) {
 struct WorkSize {
   int items = 0;
   bool in_float8 = false;  // how rows travel
+  int top_k = 0;           // of an op with a routing
+  int64_t row_bytes = 0;
 };
 
 // Sender warps of a CTA: all, or the number from the rates of dispatch or combine (kernels/hardware_model.h).

@@ -11,10 +11,20 @@ namespace {
 static_assert(kH200Rates.rows.union_ctas * kMaxCtaCoops <= kMaxCoops,
               "the scratch of sparse_union has room for no more");
 
-int find_senders(const SenderRule (&rules)[kSenderRules], int ranks, int ctas) {
+int find_senders(const SenderRule (&rules)[kSenderRules], int which, int ctas) {
   const auto* const rule =
       std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return ctas <= each.most_ctas; });
-  return ranks > 2 ? rule->more_ranks : rule->two_ranks;
+  return rule->senders[which];
+}
+
+// The cases of RowRates' tables.
+int case_of_dispatch(int ranks, const WorkSize& work) {
+  if (ranks <= 2) return 0;
+  return work.row_bytes > kShortRowBytes ? 1 : 2;
+}
+int case_of_combine(int ranks, const WorkSize& work) {
+  if (work.top_k >= 3 * ranks) return 0;
+  return 2 * work.top_k >= 3 * ranks ? 1 : 2;
 }
 
 int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
@@ -22,9 +32,10 @@ int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   const bool few_tokens = work.items <= kFewTokens, combines = policy.senders == Senders::by_combine_rates;
   if (policy.senders == Senders::all) return coops;
   if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
-  if (combines) return find_senders(rates.combine, ranks, ctas);
-  if (work.in_float8) return find_senders(rates.dispatch_float8, ranks, ctas);
-  return find_senders(work.items <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, ranks, ctas);
+  if (combines) return find_senders(rates.combine, case_of_combine(ranks, work), ctas);
+  const int which = case_of_dispatch(ranks, work);
+  if (work.in_float8) return find_senders(rates.dispatch_float8, which, ctas);
+  return find_senders(work.items <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, which, ctas);
 }
 
 int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {

@@ -54,7 +54,8 @@ void on_all_ranks(const Group& group, Body body) {
 // An op's kernel, on rows of float32 if it looks at them.
 template <class Args>
 void run_in_float32(const Comm& comm, const Args& args, const Coop& coop) {
-  std::visit([&](const auto& kernel_args) { run_kernel<float>(comm, kernel_args, coop); }, kernel_of(args, comm.size));
+  std::visit([&](const auto& kernel_args) { run_kernel<float>(comm, kernel_args, coop); },
+             kernel_of(args, comm.size, kCtas));
 }
 
 // The kernels of an op on all ranks but one, whose arguments on a rank are args_of(rank).

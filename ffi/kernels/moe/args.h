@@ -65,11 +65,16 @@ struct DispatchArgs {
   JAX_EP_CONSTANT_FN bool lands_in_rows() const { return !expand && wire != Wire::float8; }
 };
 
+// Bytes of a row in the op's dtype.
+template <class Args>
+JAX_EP_CONSTANT_FN int64_t row_bytes(const Args& args) {
+  return int64_t{args.hidden} * size_of(args.dtype);
+}
+
 // Bytes of a token's landing slot, by wire: a float8 message, float8 values and their scales, or plain values.
 JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   if (a.wire == Wire::float8) return wire_bytes(a.hidden);
-  return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16
-                                     : int64_t{a.hidden} * size_of(a.dtype);
+  return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16 : row_bytes(a);
 }
 
 struct PlainDispatchArgs : DispatchArgs {};
@@ -178,7 +183,9 @@ struct OpSpec<DispatchArgs> : OpDefaults {
     if (is_countable(rows)) return std::nullopt;
     return wrong("rows with their padding", std::string("fewer than ") + kCountable, rows);
   }
-  static WorkSize work_size(const Args& args) { return {args.num_tokens, args.wire != Wire::plain}; }
+  static WorkSize work_size(const Args& args) {
+    return {args.num_tokens, args.wire != Wire::plain, args.top_k, row_bytes(args)};
+  }
 
   // Peers write `rows` and `scales` if some tokens do not go through `landing`, and `row_of` and `weights` unless each
   // rank computes the whole routing.
@@ -233,7 +240,7 @@ struct OpSpec<ScatterArgs> : RoutedDefaults {
   static std::optional<std::string> validate(const Args& args, int ranks) { return validate_layout(args, ranks); }
   static WorkSize work_size(const Args& args) {
     const bool zeroes = !args.onto && args.zero_unused;
-    return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false};
+    return {zeroes ? std::max(args.num_tokens, args.capacity) : args.num_tokens, false, args.top_k, row_bytes(args)};
   }
 
   template <class Visit>
@@ -242,7 +249,7 @@ struct OpSpec<ScatterArgs> : RoutedDefaults {
     visit(operand("targets", Values::int32, a.num_tokens, a.top_k), &Args::targets);
     visit(operand("row_of", Values::int32, ranks, a.num_tokens, a.top_k), &Args::row_of);
     visit(operand("counts", Values::int32, ranks, a.local_experts).when(!a.onto), &Args::counts);
-    const BufferSpec rows = a.onto ? any_rows("rows", Use::updated, a.capacity, int64_t{a.hidden} * size_of(a.dtype))
+    const BufferSpec rows = a.onto ? any_rows("rows", Use::updated, a.capacity, row_bytes(a))
                                    : result("rows", values_of(a.dtype), a.capacity, a.hidden);
     visit(rows.for_peers(), &Args::rows);
   }
@@ -266,7 +273,7 @@ struct OpSpec<CombineArgs> : RoutedDefaults {
     visit("returning", "scalars", &Args::returning);
   }
   static std::optional<std::string> validate(const Args& args, int ranks) { return validate_counts(args, ranks); }
-  static WorkSize work_size(const Args& args) { return {args.num_tokens, false}; }
+  static WorkSize work_size(const Args& args) { return {args.num_tokens, false, args.top_k, row_bytes(args)}; }
 
   template <class Visit>
   JAX_EP_CONSTANT_FN static void buffers(const Args& a, int ranks, Visit visit) {

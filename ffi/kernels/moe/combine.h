@@ -286,8 +286,11 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GroupedCombineArgs& args, cons
   run_combine<T, CombineGroups<T>>(comm, args, coop);
 }
 
-inline std::variant<CombineArgs, GroupedCombineArgs> kernel_of(const CombineArgs& args, int ranks) {
-  if (takes_groups(args.num_tokens, args.top_k, combine_width(args, ranks))) return GroupedCombineArgs{args};
+// Long rows are taken in groups only on few SMs, each of which then has to have many loads in flight.
+inline std::variant<CombineArgs, GroupedCombineArgs> kernel_of(const CombineArgs& args, int ranks, int ctas) {
+  constexpr int kFewCtas = 48;  // kernels_bench 2, kernels_bench 4
+  const bool fits = fits_groups(args.num_tokens, args.top_k, combine_width(args, ranks));
+  if (fits && (row_bytes(args) <= kShortRowBytes || ctas <= kFewCtas)) return GroupedCombineArgs{args};
   return args;
 }
 

@@ -148,11 +148,7 @@ JAX_EP_FN WeightedRow<char> term(char* row) { return {row, 1.0f}; }
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
-      : op_(op),
-        args_(args),
-        bytes_(int64_t{args.hidden} * size_of(args.dtype)),
-        landing_(op, args, size_of(args.dtype)),
-        mover_(op.coop) {}
+      : op_(op), args_(args), bytes_(row_bytes(args)), landing_(op, args, size_of(args.dtype)), mover_(op.coop) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
     push_chunks(
@@ -358,7 +354,7 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
 }
 
 using DispatchKernel = std::variant<PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
-inline DispatchKernel kernel_of(const DispatchArgs& args, int) {
+inline DispatchKernel kernel_of(const DispatchArgs& args, int, int) {
   if (args.wire == Wire::plain) return PlainDispatchArgs{args};
   if (args.wire == Wire::float8_rows) return Float8RowsDispatchArgs{args};
   return Float8DispatchArgs{args};

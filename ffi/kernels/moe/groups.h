@@ -13,9 +13,14 @@ namespace jax_ep {
 
 static_assert(kEagerTokens % Coop::lanes == 0, "groups must not have both eager tokens and others");
 
-// Whether an op of `tokens` tokens takes its items in groups. An item has `top_k` assignments and needs `width` lanes.
-JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int width) {
+// Whether an op of `tokens` tokens can take its items in groups. An item has `top_k` assignments and needs `width`
+// lanes.
+JAX_EP_CONSTANT_FN bool fits_groups(int tokens, int top_k, int width) {
   return Coop::lanes > 1 && tokens > kFewTokens && top_k > 0 && width <= Coop::lanes;
+}
+// Whether dispatch and scatter do: one long row hides the latency of the next ticket.
+JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int64_t row_bytes) {
+  return fits_groups(tokens, top_k, top_k) && row_bytes <= kShortRowBytes;
 }
 
 // How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups. A power of
@@ -28,8 +33,8 @@ JAX_EP_FN int group_items(int items, int width, int coops) {
   return count;
 }
 // For the senders of an op that pushes `tokens` tokens.
-JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k) {
-  return takes_groups(tokens, top_k, top_k) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
+JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k, int64_t row_bytes) {
+  return takes_groups(tokens, top_k, row_bytes) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
 }
 
 // Neighbouring items. Lane i has the value of item `items.begin + i / width`, position i % width.

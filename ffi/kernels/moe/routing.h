@@ -218,7 +218,7 @@ class RoutedTokens {
         routed_(routed),
         eager_(args.eager),
         items_(op, args.num_tokens, /*own_first=*/false,
-               args.wire == Wire::plain ? tokens_per_ticket(op, args.num_tokens, args.top_k) : 1) {}
+               args.wire == Wire::plain ? tokens_per_ticket(op, args.num_tokens, args.top_k, row_bytes(args)) : 1) {}
 
   JAX_EP_FN Range next_range() {
     const Range tokens = items_.next_range();

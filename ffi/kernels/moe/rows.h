@@ -97,7 +97,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k, top_k), packed, sink);
+  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k, bytes), packed, sink);
   int stolen = -1;
   const auto next = [&] {
     const int token = stolen;

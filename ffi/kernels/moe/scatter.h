@@ -32,15 +32,15 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   BoundedCounts counts{args.counts, ranks, local, alignment, bound, {capacity / alignment + 1, 0}};
   counts.end = for_each_segment(op.coop, local, alignment, counts, [](int, const Segment&) {});
   if (counts.end > capacity) counts.steps = step_quotas(op.coop, args.counts, ranks, local, alignment, capacity);
-  zero_padding(op, args, args.rows, int64_t{args.hidden} * size_of(args.dtype), counts);
+  zero_padding(op, args, args.rows, row_bytes(args), counts);
 }
 
 // Hands out the tokens for push_chunks. If tokens are few, the constructor claims one for each of the first senders.
 // All other senders draw tickets. The wait for peers that follows hides the latency.
 class ScatteredTokens {
  public:
-  JAX_EP_FN ScatteredTokens(Op& op, int tokens, int top_k)
-      : items_(op, tokens, tokens <= kFewTokens, tokens_per_ticket(op, tokens, top_k)) {}
+  JAX_EP_FN ScatteredTokens(Op& op, int tokens, int top_k, int64_t row_bytes)
+      : items_(op, tokens, tokens <= kFewTokens, tokens_per_ticket(op, tokens, top_k, row_bytes)) {}
 
   JAX_EP_FN int next() {
     const int token = items_.next();
@@ -56,14 +56,14 @@ class ScatteredTokens {
 template <class = NoFormat>
 JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));
-  const int64_t bytes = int64_t{args.hidden} * size_of(args.dtype);
+  const int64_t bytes = row_bytes(args);
   const Results<ScatterArgs> results(args, comm.size);
   if (!args.onto) op.poison(results);
   op.post(window_addresses(args, comm.size));
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {
-    const ScatteredTokens tokens(op, args.num_tokens, args.top_k);
+    const ScatteredTokens tokens(op, args.num_tokens, args.top_k, bytes);
     op.wait_posted();
     const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
     if (op.ok())

@@ -38,7 +38,7 @@ JAX_EP_VALUE_KERNELS(JAX_EP_ELSEWHERE)
 
 template <class Args>
 gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args) {
-  return with_kernel(args, comm.size, [&](auto format, const auto& kernel_args) {
+  return with_kernel(args, comm.size, config.ctas, [&](auto format, const auto& kernel_args) {
     return Kernel<decltype(format), std::decay_t<decltype(kernel_args)>>::start(config, stream, comm, kernel_args);
   });
 }

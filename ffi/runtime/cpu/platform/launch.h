@@ -52,7 +52,7 @@ void run_here(Group& group, RankId rank_id, int32_t site, const Args& args, uint
   const Reached<Args> reached = reach(group, rank_id, args, site);
   note_arrival(reached.comm.own_signal_pad, kind_of(args), arrived_ns);
   for (const Copy& copy : reached.before) std::memcpy(copy.to, copy.from, copy.bytes);
-  with_kernel(reached.args, reached.comm.size, [&](auto format, const auto& kernel_args) {
+  with_kernel(reached.args, reached.comm.size, /*ctas=*/1, [&](auto format, const auto& kernel_args) {
     run_kernel<decltype(format)>(reached.comm, kernel_args, Coop{});
   });
   for (const Copy& copy : reached.after) std::memcpy(copy.to, copy.from, copy.bytes);

@@ -1,0 +1,5 @@
+#include "runtime/cuda/overlap_launch.h"
+
+namespace jax_ep {
+template struct OverlapKernel<MatmulExchangeArgs>;
+}
