@@ -81,7 +81,7 @@ def filled(empty: Any, position: int, sharding: NamedSharding) -> Any:
 def rows(case: Case, run: Run) -> Iterator[Row]:
     group, config, repeats = run.group, case.config, run.options.repeats
     how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
-    params = model.init(jax.random.key(SEED), config, group, how.dtype)
+    params = model.for_generation(model.init(jax.random.key(SEED), config, group, how.dtype), config, how)
     key = jax.random.key(SEED)
     rng = np.random.default_rng(SEED)
     kind = group.mesh.devices.flat[0].device_kind

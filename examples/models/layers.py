@@ -1,7 +1,8 @@
 """What the models of this folder share: attention, positions, norms, the mixture of experts, the scan over layers.
 
 Arrays are global: a batch [B, S, H] is sharded over all axes of the mesh, the experts over the axis of the group, and
-XLA gathers each layer's other weights before it runs. Only the mixture of experts runs inside `jax.shard_map`.
+XLA gathers each layer's other weights before it runs, unless they are whole (`model.for_generation`). Only the mixture
+of experts runs inside `jax.shard_map`.
 """
 
 import dataclasses
@@ -401,6 +402,7 @@ def scan_layers(
     x, results = jax.lax.scan(turn, x, turns, unroll=run.unroll)
     new, aux = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)
     if cache is not None:
+        new = jax.tree.map(lambda a: run.constrain(a, P(None, *run.rows(a.shape[1], 1))), new)  # of all layers at once
         kept = [jax.tree.map(lambda a, i=i: a[i], new) for i in range(count)]
         cache = cache._replace(kept=(*cache.kept[:first], *kept, *cache.kept[first + count :]))
     return x, cache, aux

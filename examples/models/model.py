@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 import jax_ep
@@ -63,6 +63,18 @@ def cast(params: Any, config: Model, dtype: DTypeLike) -> Any:
     return jax.tree.map(lambda x, one: x if one.fixed else x.astype(dtype), params, config.layout())
 
 
+def for_generation(params: Any, config: Model, run: Run) -> Any:
+    """The parameters in `run.dtype`, with all but the experts whole on each device.
+
+    A step of decoding with them gathers no weights. Arrays that are so already are not copied.
+    """
+
+    def placed(x: jax.Array, one: checkpoint.Parameter) -> jax.Array:
+        return x if one.experts else jax.device_put(x, NamedSharding(run.group.mesh, P()))
+
+    return jax.tree.map(placed, cast(params, config, run.dtype), config.layout())
+
+
 def logits(params: Any, ids: jax.Array, config: Model, run: Run) -> tuple[jax.Array, Aux]:
     """Tokens [B, S] -> float32 logits [B, S, V] of the next token, and what the routers did."""
     params = cast(params, config, run.dtype)
@@ -86,7 +98,7 @@ def empty_cache(config: Model, run: Run, batch: int, length: int) -> Cache:
 
 
 class Decoder(NamedTuple):
-    """Compiled programs that continue sequences. Their parameters are in `run.dtype`.
+    """Compiled programs that continue sequences. Their parameters are those of `for_generation`.
 
     Attributes:
       prefill: (params, ids [B, T], key) -> the next tokens [B], and the cache.
@@ -135,7 +147,7 @@ def generate(
 ) -> jax.Array:
     """The `tokens` tokens [B, tokens] that follow the prompts [B, T]. The host waits for none of them."""
     key = jax.random.key(0) if key is None else key
-    params = cast(params, config, run.dtype)
+    params = for_generation(params, config, run)
     prefill, step = decoder(config, run, ids.shape[1] + tokens, temperature)
     token, cache = prefill(params, ids, key)
     found = [token]

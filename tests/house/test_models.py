@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ STEPS = 20
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 16  # of attention
 
 pytestmark = pytest.mark.usefixtures("native")
+COLLECTIVES = re.compile(
+    r"\b(all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|reduce-scatter)(?:-start)?\("
+)
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -64,6 +68,36 @@ def test_what_transformers_computes(family: str, size: int, open_group: OpenGrou
     np.testing.assert_array_equal(np.sort(aux.expert_ids, axis=-1), wanted["expert_ids"])
     tokens = wanted["greedy"].shape[1]
     np.testing.assert_array_equal(model.generate(params, wanted["ids"], tokens, config, run), wanted["greedy"])
+
+
+@families
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_step_moves_no_weights(
+    family: str, size: int, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA has no collectives at all if the devices divide the sequences, and else one sum for each mixture."""
+    monkeypatch.setenv("JAX_EP_DEBUG_CHECKS", "0")  # they compare ranks by collectives
+    config, group = config_of(family), open_group(size)
+    run, sharded, key = run_of(group), loaded(family, group), jax.random.key(0)
+    whole = model.for_generation(sharded, config, run)
+    mixtures = config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
+
+    def continued(params: Any, batch: int) -> tuple[list[Any], list[str]]:
+        """Tokens, and the collectives of a step."""
+        prefill, step = model.decoder(config, run, 12)
+        token, cache = prefill(params, np.arange(8 * batch).reshape(batch, 8), key)
+        step, tokens = step.lower(params, token, cache, key).compile(), []
+        for _ in range(4):
+            tokens.append(np.asarray(token))
+            token, cache = step(params, token, cache, key)
+        return tokens, COLLECTIVES.findall(step.as_text())
+
+    for batch, wanted in ((2 * size, []), (1, ["all-reduce"] * mixtures)):
+        tokens, found = continued(whole, batch)
+        assert found == wanted
+        of_sharded, found = continued(sharded, batch)
+        assert "all-gather" in found
+        np.testing.assert_array_equal(tokens, of_sharded)
 
 
 def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
