@@ -171,9 +171,10 @@ class Config:
         """Latent attention (DeepSeek-V2, 2024): a sequence expands its latents to keys and values; a single token
         multiplies its query by the matrix of the keys, and attends to the latents of the cache."""
         nope, rank, heads = self.qk_nope_head_dim, self.kv_lora_rank, (*h.shape[:2], self.num_attention_heads, -1)
-        q = (layers.rms_norm(h @ layer["q_a"], layer["q_norm"], LATENT_EPSILON) @ layer["q_b"]).reshape(heads)
+        q_latent, kv_latent = (layers.whole_sequences(h @ layer[name], run) for name in ("q_a", "kv_a"))
+        q = (layers.rms_norm(q_latent, layer["q_norm"], LATENT_EPSILON) @ layer["q_b"]).reshape(heads)
         rotated = layers.rotate(q[..., nope:], angles, interleaved=self.rope_interleave)
-        latent, k_rope = jnp.split(h @ layer["kv_a"], [rank], axis=-1)
+        latent, k_rope = jnp.split(kv_latent, [rank], axis=-1)
         latent = layers.rms_norm(latent, layer["kv_norm"], LATENT_EPSILON)
         k_rope = layers.rotate(k_rope[:, :, None], angles, interleaved=self.rope_interleave)
         (kept,), cache = layers.remember(cache, jnp.concatenate([latent, k_rope[:, :, 0]], axis=-1))

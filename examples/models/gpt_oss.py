@@ -130,7 +130,7 @@ class Config:
         def block(
             x: jax.Array, layer: Any, cache: LayerCache | None, kind: str
         ) -> tuple[jax.Array, LayerCache | None, Aux]:
-            h = layers.rms_norm(x, layer["attention_norm"], epsilon)
+            h = layers.whole_sequences(layers.rms_norm(x, layer["attention_norm"], epsilon), run)
             q, k, v = (linear(h, layer[name]).reshape(heads) for name in ("q", "k", "v"))
             (k, v), cache = layers.remember(cache, layers.rotate(k, angles), v)
             options = {"window": self.sliding_window if kind == WINDOWED else None, "sinks": layer["sinks"]}

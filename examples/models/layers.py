@@ -189,6 +189,11 @@ def positions(cache: Cache | None, length: int) -> jax.Array:
     return jnp.arange(length) + (0 if cache is None else cache.position)
 
 
+def whole_sequences(h: jax.Array, run: Run) -> jax.Array:
+    """[B, S, H] that was sharded by tokens is gathered once, where queries, keys and values would be one by one."""
+    return run.constrain(h, run.rows(h.shape[0], 1))
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,

@@ -111,7 +111,7 @@ class Config:
         def block(
             x: jax.Array, layer: Any, cache: LayerCache | None, _: None
         ) -> tuple[jax.Array, LayerCache | None, Aux]:
-            h = layers.rms_norm(x, layer["attention_norm"], epsilon)
+            h = layers.whole_sequences(layers.rms_norm(x, layer["attention_norm"], epsilon), run)
             q = layers.rms_norm((h @ layer["q"]).reshape(heads), layer["q_norm"], epsilon)
             k = layers.rms_norm((h @ layer["k"]).reshape(heads), layer["k_norm"], epsilon)
             v = (h @ layer["v"]).reshape(heads)

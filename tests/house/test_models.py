@@ -100,6 +100,16 @@ def test_a_step_moves_no_weights(
         np.testing.assert_array_equal(tokens, of_sharded)
 
 
+def test_a_prefill_gathers_a_layer_once(open_group: OpenGroup) -> None:
+    """One sequence: its tokens before attention, and their heads after it."""
+    config, run = config_of("qwen3_moe"), run_of(open_group(2))
+    params = model.for_generation(loaded("qwen3_moe", run.group), config, run)
+    prefill, _ = model.decoder(config, run, 32)
+    text = prefill.lower(params, jnp.zeros((1, 32), jnp.int32), jax.random.key(0)).compile().as_text()
+    in_layers = [line for line in text.splitlines() if "while/body" in line and COLLECTIVES.search(line)]
+    assert sorted(COLLECTIVES.findall("\n".join(in_layers))) == ["all-gather", "all-to-all"]
+
+
 def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
     family, group = "qwen3_moe", open_group(1)
     params, key = loaded(family, group), jax.random.key(0)
