@@ -31,7 +31,8 @@ ORDER = {  # of dispatch two: ranks exchange counts, or all that few tokens chos
     "wait (send (wait send )?)?(wait (pad )+)?wait wait (expand )?(wait expand )*"
     "|(arrive )?(post )?((count (post )?)?wait count layout (place )?)?"
     "wait (send )?(wait (pad )+)?wait (expand )?(wait expand )*",
-    "combine": "(arrive )?(post )?(send )?wait send (wait reduce )*",
+    # A coop that takes tokens in groups waits for peers before it claims any. It may then have none to send or reduce.
+    "combine": "(arrive )?(post )?(send )?wait (send )?(reduce |wait reduce )*(wait )?",
     "scatter": "(arrive )?(post )?(wait (send )?)?(pad )?(wait expand )*",
     "ragged_all_to_all": "(arrive )?(post )?wait (send )?wait ",
 }
