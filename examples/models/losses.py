@@ -5,14 +5,17 @@ chunk by chunk, and the backward pass only scales them. Each chunk takes three m
 would take four (Liger Kernel: Hsu et al., 2024).
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def next_token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 1024) -> jax.Array:
+def next_token_loss(
+    x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 1024, axes: Sequence[str] = ()
+) -> jax.Array:
     """The mean cross entropy of the tokens that follow, float32 [], in nats. Logits are rounded to the dtype of `x`.
 
     Args:
@@ -20,18 +23,30 @@ def next_token_loss(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: in
       head: [H, V] in the dtype of `x`.
       targets: [B, S] integers in [0, V). Negative targets are ignored.
       chunk: the positions of each sequence whose logits exist at one time.
+      axes: inside `jax.shard_map`, the mesh axes over which `x` and `targets` are sharded; `head` is the same on all
+        devices. The mean is that of all devices, which add up their gradients of `head` once.
 
     Raises:
       TypeError: `x` is float16, in which these gradients underflow before a loss could be scaled.
     """
-    return _forward(x, head, targets, chunk)[0]
-
-
-def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     if x.dtype == jnp.float16:
         raise TypeError("next_token_loss: x must be bfloat16 or float32, got float16")
-    share = 1 / jnp.maximum(jnp.sum(targets >= 0), 1)
+    count = jnp.sum(targets >= 0)
+    if not axes:
+        return _loss(x, head, targets, 1 / jnp.maximum(count, 1), chunk)
+    share = 1 / jnp.maximum(jax.lax.psum(count, axes), 1)
+    return jax.lax.psum(_loss(x, jax.lax.pcast(head, axes, to="varying"), targets, share, chunk), axes)
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _loss(x: jax.Array, head: jax.Array, targets: jax.Array, share: jax.Array, chunk: int) -> jax.Array:
+    """`share`: the weight of each token."""
+    return _forward(x, head, targets, share, chunk)[0]
+
+
+def _forward(
+    x: jax.Array, head: jax.Array, targets: jax.Array, share: jax.Array, chunk: int
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     def of_chunk(x: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         logits = x @ head
         top = jnp.max(logits, axis=-1, keepdims=True).astype(jnp.float32)
@@ -46,15 +61,17 @@ def _forward(x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int) -> t
     loss, d_x, d_head = jnp.zeros(()), [], jnp.zeros(head.shape, jnp.float32)
     for start in range(0, x.shape[1], chunk):  # of every sequence, so that no device needs tokens of another
         part = slice(start, start + chunk)
-        summed, d_part, d_head_part = of_chunk(x[:, part], targets[:, part])
+        # A chunk waits for the one before: else XLA may hold the logits of several.
+        of_part, d_head, d_x = jax.lax.optimization_barrier((x[:, part], d_head, d_x))
+        summed, d_part, d_head_part = of_chunk(of_part, targets[:, part])
         loss, d_head = loss + summed, d_head + d_head_part
         d_x.append(d_part)
     return loss, (jnp.concatenate(d_x, axis=1), d_head.astype(head.dtype))
 
 
-def _backward(chunk: int, gradients: tuple[jax.Array, ...], d_loss: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(chunk: int, gradients: tuple[jax.Array, ...], d_loss: jax.Array) -> tuple[Any, ...]:
     d_x, d_head = (each * d_loss.astype(each.dtype) for each in gradients)
-    return d_x, d_head, None
+    return d_x, d_head, None, None
 
 
-next_token_loss.defvjp(_forward, _backward)
+_loss.defvjp(_forward, _backward)

@@ -6,6 +6,7 @@ experts' products without a copy, but it copies a slice that must be converted f
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,8 +87,14 @@ def loss_of(
       balance, z: the factors of the routers' losses.
     """
     hidden, _, aux = config.hidden(working, batch[:, :-1], run)
-    head = run.constrain(working["head"], P())
-    loss: Any = next_token_loss(hidden, head, batch[:, 1:])
+    targets = batch[:, 1:]
+    spec = run.rows(*targets.shape)
+    loss: Any = jax.shard_map(
+        partial(next_token_loss, axes=run.group.mesh.axis_names if spec else ()),
+        mesh=run.group.mesh,
+        in_specs=(spec, P(), spec),
+        out_specs=P(),
+    )(hidden, working["head"], targets)
     total = loss
     if balance:
         total += balance * aux.balance_loss.mean()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from conftest import OpenGroup
 from helpers import Rng
+from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import jax_ep
@@ -333,6 +335,23 @@ def test_the_loss_of_a_head(chunk: int, rng: Rng) -> None:
     np.testing.assert_allclose(d_head, x.T @ slope, atol=1e-6)
     with pytest.raises(TypeError, match="x must be bfloat16 or float32, got float16"):
         jax.eval_shape(loss, *(each.astype(np.float16) for each in narrow))
+
+
+def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: Rng) -> None:
+    """As one device would compute it. Three chunks have one sum."""
+    mesh = open_group(2).mesh
+    x, head = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 6, 5), (5, 9)))
+    targets = jnp.asarray(rng.integers(-1, 9, size=(4, 6)))
+
+    def mean(x: jax.Array, head: jax.Array) -> jax.Array:
+        mapped = partial(losses.next_token_loss, chunk=2, axes=mesh.axis_names)
+        specs = {"in_specs": (P("ep"), P(), P("ep")), "out_specs": P()}
+        return jax.shard_map(mapped, mesh=mesh, **specs)(x, head, targets)
+
+    program = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(x, head).compile()
+    lines = [line for line in (program.as_text() or "").splitlines() if COLLECTIVES.search(line)]
+    assert sum("f32[5,9]" in line for line in lines) == 1
+    assert_near(program(x, head), jax.value_and_grad(losses.next_token_loss, (0, 1))(x, head, targets), 1e-6)
 
 
 def test_micro_batches_are_one_batch(group: Group, rng: Rng) -> None:
