@@ -28,11 +28,10 @@ if __name__ == "__main__":  # run as a file: the package is its folder
 
 from .models import model
 from .models.families import config_of
-from .models.layers import KEEP_EXCHANGES, Run
+from .models.layers import REMAT, Run
 from .models.training import first_state, flops_per_token, make_train_step, peak_flops
 
 AXIS = "ep"
-REMAT = {"none": None, "exchanges": KEEP_EXCHANGES}
 
 
 class Tokens:
@@ -115,7 +114,12 @@ def parser() -> argparse.ArgumentParser:
     of.add_argument("--micro-batches", type=int, default=1, help="whose gradients are added up [%(default)s]")
     of.add_argument("--learning-rate", type=float, default=1e-5)
     of.add_argument("--balance", type=float, default=1e-3, help="factor of the balance loss [%(default)s]")
-    of.add_argument("--remat", choices=REMAT, default="none", help="recompute all but exchanges [%(default)s]")
+    of.add_argument(
+        "--remat",
+        choices=REMAT,
+        default="none",
+        help="recompute all but these of a layer, or whole layers [%(default)s]",
+    )
     of.add_argument("--out", type=Path, default=Path("trained"), help="checkpoints, plot and model [%(default)s]")
     of.add_argument("--keep-every", type=int, default=100, help="steps between checkpoints [%(default)s]")
     of.add_argument("--tensorboard", type=Path, help="also write scalars for TensorBoard into this folder")

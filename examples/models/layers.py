@@ -21,6 +21,13 @@ import jax_ep
 
 # Kept for the backward pass by `Run(remat=KEEP_EXCHANGES)`: what the products and the exchange of the experts gave.
 KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("jax_ep_products", "jax_ep_dispatch")
+# Policies for `Run(remat=)`: nothing is recomputed, all but exchanges and products, all but products, whole layers.
+REMAT = {
+    "none": None,
+    "exchanges": KEEP_EXCHANGES,
+    "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),
+    "layers": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Run:
       dtype: of activations, and of the parameters where they are multiplied.
       attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
         sinks.
-      remat: a policy of `jax.checkpoint` for each layer, such as `KEEP_EXCHANGES`; None keeps everything.
+      remat: a policy of `jax.checkpoint` for each layer, such as those of `REMAT`; None keeps everything.
       unroll: layers in one iteration of the scan over layers. With more, less of what the backward pass needs is copied
         into stacked arrays, and programs take longer to compile.
       moe_mlp: the layer of experts.
@@ -384,7 +391,8 @@ def scan_layers(
         return run.constrain(x, run.rows(*x.shape[:2])), cache and cache.kept, aux
 
     if run.remat is not None:
-        one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=False)  # pyright: ignore[reportPrivateImportUsage]
+        # Without a loop between them, XLA would take what the forward pass computed instead of computing it again.
+        one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=run.unroll > 1)  # pyright: ignore[reportPrivateImportUsage]
 
     if cache is not None and x.shape[1] == 1:
         kept, found = list(cache.kept), []

@@ -354,6 +354,21 @@ def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: 
     assert_near(program(x, head), jax.value_and_grad(losses.next_token_loss, (0, 1))(x, head, targets), 1e-6)
 
 
+@pytest.mark.parametrize("unroll", [1, 2])
+@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("exchanges", 1), ("products", 2), ("layers", 2)])
+def test_what_a_policy_recomputes(unroll: int, remat: str, times: int, open_group: OpenGroup) -> None:
+    """Two layers, whose dispatch is in the program once, or again in the backward pass."""
+    config, group = config_of("qwen3_moe"), open_group(2)
+    run = run_of(group, unroll=unroll, remat=layers.REMAT[remat])
+    batch = jnp.zeros((2, 9), jnp.int32)
+
+    def loss(params: Any) -> jax.Array:
+        return training.loss_of(params, batch, config, run, balance=0, z=0)[0]
+
+    text = jax.jit(jax.grad(loss)).lower(loaded("qwen3_moe", group)).compile().as_text() or ""
+    assert text.count('custom_call_target="jax_ep_dispatch"') == unroll * times
+
+
 def test_micro_batches_are_one_batch(group: Group, rng: Rng) -> None:
     optax = pytest.importorskip("optax")
     config, optimizer = config_of("qwen3_moe"), optax.sgd(1.0)
