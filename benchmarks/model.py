@@ -29,7 +29,7 @@ from jax_ep.__main__ import load
 from . import runner
 from .in_jit_loop import AXIS
 from .moe_cases import draw_ids
-from .plain_mixture import plain_mixture
+from .plain_mixture import CAPACITY_FACTOR, plain_mixture
 from .runner import Bench, Row, Run
 
 layers, model, qwen3_moe, training = (
@@ -217,7 +217,8 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     import optax  # here, so that --help needs no extras
 
     config, group = case.config, run.group
-    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16, unroll=case.layers)
+    room = {"capacity_factor": CAPACITY_FACTOR, "on_overflow": "drop"}
+    how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16, unroll=case.layers, moe=room)
     ways = {OURS: how, PLAIN: dataclasses.replace(how, moe_mlp=plain_mixture)}
     if case.skewed:
         note_skew(case, run)
@@ -230,15 +231,20 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         np.random.default_rng(SEED).integers(0, config.vocab_size, shape).astype(np.int32), sharded
     )
 
+    steps: dict[str, jax.stages.Compiled] = {}
+    remat: dict[str, str] = {}
+    for name, way in ways.items():
+        for remat[name] in [run.options.remat] if run.options.remat else layers.REMAT:
+            ways[name] = dataclasses.replace(way, remat=layers.REMAT[remat[name]])
+            step = training.make_train_step(config, optimizer, ways[name], state, balance=0)
+            program = step.lower(state, batches).compile()
+            if fits(program):
+                steps[name] = program
+                break
+            needs = f"a step needs {held_bytes(program) / 2**30:.1f} GiB a GPU, too many"
+            run.note(f"{case}, {name}, remat {remat[name]}: {needs}")
+
     of_gradient = time_gradients(case, run, state.params, ways, batches[0])
-    steps = {
-        name: training.make_train_step(config, optimizer, way, state, balance=0).lower(state, batches).compile()
-        for name, way in ways.items()
-    }
-
-    for name in [name for name, program in steps.items() if not fits(program)]:
-        run.note(f"{case}, {name}: a step needs {held_bytes(steps.pop(name)) / 2**30:.1f} GiB a GPU, too many")
-
     last: dict[str, Any] = {}  # metrics
 
     def one_step(name: str) -> Callable[[], Any]:
@@ -266,6 +272,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             "TF/s a GPU": f"{flops / 1e12:,.0f}",
             "MFU": f"{flops / peak:.1%}" if peak else "-",
             "GiB a GPU": f"{held_bytes(program) / 2**30:.1f}",
+            "remat": remat[name],
             "dropped": f"{float(last[name].dropped):.1%}",
         }
 
@@ -282,15 +289,18 @@ def cases(run: Run) -> list[Case]:
 
 def notes(run: Run) -> Iterator[str]:
     yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
-    yield "AdamW with float32 weights; working copies in bfloat16 are made once a step; no rematerialization"
+    yield "AdamW with float32 weights; working copies in bfloat16 are made once a step"
+    yield "remat: of a layer, nothing is recomputed, all but exchanges and products, all but products, or all"
+    yield f"rows have room for {CAPACITY_FACTOR} times the even load, of a GPU in jax_ep and of an expert in plain JAX"
     yield "the scan over layers is unrolled"
     yield "uniform random tokens: random weights route them nearly evenly"
-    yield "skewed: experts are drawn by a log-normal popularity; plain JAX drops what exceeds 1.25 times the mean"
+    yield "skewed: experts are drawn by a log-normal popularity; rows without room are dropped"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="[6 on one GPU, 12 on several]")
     parser.add_argument("--micro-batches", type=int, default=4, help="[%(default)s]")
+    parser.add_argument("--remat", choices=layers.REMAT, help="[the first of these with which a step fits]")
 
 
 def open_all(options: argparse.Namespace) -> jax_ep.Group:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_ep
 
@@ -38,10 +39,12 @@ def plain_mixture(
     assignment = jnp.where(within < counts[:, None], order.at[starts[:, None] + within].get(mode="clip"), -1)
 
     rows = _spread(tokens, row_of, assignment.reshape(-1)).reshape(total, capacity, -1)
-    rows = jax.lax.all_to_all(rows, axis, 0, 1, tiled=True)
-    gate, up = (jnp.einsum("ech,ehf->ecf", rows, matrix) for matrix in (experts.gate, experts.up))
+    rows = checkpoint_name(jax.lax.all_to_all(rows, axis, 0, 1, tiled=True), "jax_ep_dispatch")
+    products = tuple(jnp.einsum("ech,ehf->ecf", rows, matrix) for matrix in (experts.gate, experts.up))
+    gate, up = checkpoint_name(products, "jax_ep_products")
     answers = jnp.einsum("ecf,efh->ech", jax.nn.silu(gate) * up, experts.down)
-    answers = jax.lax.all_to_all(answers, axis, 1, 0, tiled=True).reshape(total * capacity, -1)
+    answers = checkpoint_name(jax.lax.all_to_all(answers, axis, 1, 0, tiled=True), "jax_ep_dispatch")
+    answers = answers.reshape(total * capacity, -1)
     out = _summed(answers, weights.astype(jnp.float32), row_of, assignment.reshape(-1))
     dropped = jnp.sum(row_of < 0, dtype=jnp.int32)[None]
     everyone = jax.lax.psum(counts, axis).reshape(group.size, -1)[jax.lax.axis_index(axis)]
