@@ -203,7 +203,8 @@ def unit_of_error(form: Form, where: str) -> float:
             return 0.08
         return 0.035 if dtype_of(form).itemsize == 2 else 0.025 if where == "[0]" else 0.015
     if dtype_of(form).itemsize == 2:
-        return 0.03
+        # Three values carry a row through an adapter: `jax.lax` alone errs by up to 0.071 in a scan of two layers.
+        return 0.04 if form.get("product") == "low rank" else 0.03
     return 5e-3 if "wire" in form else 2e-5  # 1e-3 where one of two values that are equally near was taken
 
 

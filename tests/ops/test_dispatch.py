@@ -104,6 +104,8 @@ def test_programs(
 ) -> None:
     """The fuzzer's programs with given options. Rows that nobody writes hold NaN."""
     kind, size, given = program
+    if kind is RoundTrip and not given["top_k"] and jax.default_backend() != "cpu":
+        pytest.skip("XLA:GPU crashes while it compiles a shard_map of these empty operands (jax 0.11.2)")
     monkeypatch.setenv("JAX_EP_DEBUG_POISON", "1")
     group = open_group(size)
     run = kind(rng, group, implementation, **given)

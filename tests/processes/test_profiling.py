@@ -327,13 +327,14 @@ def test_the_report_names_the_slow_rank(
     """A callback of the host delays one rank before an op. All others wait that long, for this rank."""
     path, seconds, case = tmp_path / "trace.json", 0.5, draw(rng, tokens=16)
 
-    def sleep(rank: np.ndarray) -> np.ndarray:
+    def sleep(rank: np.ndarray, after: np.ndarray) -> np.ndarray:
+        del after  # what must be there before the delay
         time.sleep(seconds if int(rank) == slow else 0)
         return np.zeros((), np.float32)
 
     def delayed(rows: jax.Array) -> jax.Array:
         rank = jax.lax.axis_index("ep")
-        return rows + jax.pure_callback(sleep, jax.typeof(rank.astype(np.float32)), rank)
+        return rows + jax.pure_callback(sleep, jax.typeof(rank.astype(np.float32)), rank, rows[0, 0])
 
     experts = {"experts": delayed} if op == "combine" else {}
     both = helpers.round_trip(group, num_experts=EXPERTS, implementation="kernels", **experts)
