@@ -185,8 +185,8 @@ def test_routers_lower_for_gpus_inside_shard_map(experts: int, groups: Groups | 
 def test_logits_of_more_than_2_31_values() -> None:
     tokens, experts = 8_500_000, 256
     shape = tokens, experts
-    rows, columns = (partial(jax.lax.broadcasted_iota, np.int32, shape, axis) for axis in (0, 1))
-    logits = jax.jit(lambda: ((rows() * 7 + columns() * 31) % 97).astype(jnp.bfloat16))()  # all are exact
+    token, expert = (partial(jax.lax.broadcasted_iota, np.int32, shape, axis) for axis in (0, 1))
+    logits = jax.jit(lambda: ((token() * 7 + expert() * 31) % 97).astype(jnp.bfloat16))()  # all are exact
     for tiling in (None, RouterTiling(1, 1), RouterTiling(32, 8)):
         call = jax.jit(partial(route, top_k=8, score="softmax", tiling=tiling))
         ids, weights = call(logits)
