@@ -127,7 +127,7 @@ def with_stamps(page: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20, help="how long tests and random programs may take")
-    parser.add_argument("--workers", type=int, default=4, help="processes that share the GPUs; one GPU serves a dozen")
+    parser.add_argument("--workers", type=int, default=4, help="processes, each on all GPUs: 24 fit, 40 do not")
     parser.add_argument("--commit", help="of these sources, where there is no .git")
     parser.add_argument("--out", type=Path, default=STAMPS, help="the file of stamps")
     parser.add_argument("--seed", type=int, default=int(datetime.date.today().strftime("%Y%m%d")), help="of the fuzzer")

@@ -69,7 +69,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   DispatchArgs& d = r.dispatch;
   d.dtype = DType::bfloat16;
   d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
-  d.capacity = capacity, d.alignment = 1;
+  d.capacity = capacity, d.alignment = 1, d.zero_unused = false;  // as in a layer
   d.tokens = reinterpret_cast<char*>(upload(r.tokens));
   d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
   d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
@@ -93,7 +93,8 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
   a.num_tokens = s.tokens, a.top_k = s.top_k, a.hidden = s.hidden, a.local_experts = local, a.capacity = capacity;
-  a.alignment = 1, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of, a.counts = d.counts;
+  a.alignment = 1, a.zero_unused = false, a.tokens = d.tokens, a.targets = d.targets, a.row_of = d.row_of,
+  a.counts = d.counts;
   a.rows = d.rows;
 
   CombineArgs& c = r.combine;
