@@ -19,14 +19,14 @@ from jax.typing import DTypeLike
 
 import jax_ep
 
-# Kept for the backward pass by `Run(remat=KEEP_EXCHANGES)`: what the products and the exchange of the experts gave.
+# `Run(remat=KEEP_EXCHANGES)` keeps the results of the experts' products and of the exchange for the backward pass.
 KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("jax_ep_products", "jax_ep_dispatch")
-# Policies for `Run(remat=)`: nothing is recomputed, all but exchanges and products, all but products, whole layers.
+# Policies for `Run(remat=)`, by what the backward pass computes again.
 REMAT = {
     "none": None,
-    "exchanges": KEEP_EXCHANGES,
-    "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),
-    "layers": jax.checkpoint_policies.nothing_saveable,
+    "exchanges": KEEP_EXCHANGES,  # all but the exchange and the experts' products
+    "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),  # all but the experts' products
+    "layers": jax.checkpoint_policies.nothing_saveable,  # everything
 }
 
 
@@ -40,8 +40,8 @@ class Run:
       attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
         sinks.
       remat: a policy of `jax.checkpoint` for each layer, such as those of `REMAT`; None keeps everything.
-      unroll: layers in one iteration of the scan over layers. With more, less of what the backward pass needs is copied
-        into stacked arrays, and programs take longer to compile.
+      unroll: turns through the kinds of layers in one iteration of the scan over layers. A larger number copies less
+        into stacked arrays for the backward pass, and takes longer to compile.
       moe_mlp: the layer of experts.
       moe: more arguments of it, such as `capacity_factor` and `precision`.
     """
@@ -197,8 +197,8 @@ def positions(cache: Cache | None, length: int) -> jax.Array:
 
 
 def whole_sequences(h: jax.Array, run: Run) -> jax.Array:
-    """[B, S, H] that was sharded by tokens is gathered once, where queries, keys and values would be one by one."""
-    return run.constrain(h, run.rows(h.shape[0], 1))
+    """Gathers [B, S, H] if it is sharded by tokens. One gather replaces three, of queries, keys and values."""
+    return run.constrain(h, run.rows(h.shape[0], 1))  # as single tokens are, which are never sharded by tokens
 
 
 def attention(
@@ -377,8 +377,8 @@ def scan_layers(
 
     Args:
       layers: a dict. All but its "experts" is gathered from the devices that hold parts of it.
-      kinds: what the layers are, in turn, such as two kinds of attention. They divide L.
-      first: the place of the first of them in the cache.
+      kinds: such as two kinds of attention. They repeat over the layers, and their number divides L.
+      first: the cache's index of the first layer.
 
     Returns the last x, the cache, and the blocks' third results, stacked.
     """
@@ -391,8 +391,10 @@ def scan_layers(
         return run.constrain(x, run.rows(*x.shape[:2])), cache and cache.kept, aux
 
     if run.remat is not None:
-        # Without a loop between them, XLA would take what the forward pass computed instead of computing it again.
-        one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=run.unroll > 1)  # pyright: ignore[reportPrivateImportUsage]
+        # Without a loop between them, XLA would take what the forward pass computed instead of computing it again. It
+        # also removes a loop of one turn.
+        unrolled = run.unroll > 1 or count == len(kinds)
+        one = jax.checkpoint(one, policy=run.remat, static_argnums=3, prevent_cse=unrolled)  # pyright: ignore[reportPrivateImportUsage]
 
     if cache is not None and x.shape[1] == 1:
         kept, found = list(cache.kept), []
@@ -403,7 +405,8 @@ def scan_layers(
         aux = jax.tree.map(lambda *each: jnp.stack(each), *found) if found else None
         return x, cache._replace(kept=tuple(kept)), aux
 
-    empty = cache and LayerCache(cache.kept[min(first, len(cache.kept) - 1)], cache.position)  # as that of each layer
+    # A cache is empty here, so that of any layer serves all.
+    empty = cache and LayerCache(cache.kept[min(first, len(cache.kept) - 1)], cache.position)
 
     def turn(x: jax.Array, layer: Any) -> Any:
         found = []

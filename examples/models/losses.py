@@ -1,8 +1,7 @@
 """The loss of a language model's head, without an array of all logits.
 
-The loss is a mean, so its gradients are those of the forward pass times one scalar. The forward pass computes them
-chunk by chunk, and the backward pass only scales them. Each chunk takes three matrix products, where rematerialization
-would take four (Liger Kernel: Hsu et al., 2024).
+The forward pass computes the loss and, chunk by chunk, its gradients. The backward pass multiplies these by one scalar.
+Each chunk takes three matrix products, where rematerialization would take four (Liger Kernel: Hsu et al., 2024).
 """
 
 from collections.abc import Sequence
@@ -23,8 +22,9 @@ def next_token_loss(
       head: [H, V] in the dtype of `x`.
       targets: [B, S] integers in [0, V). Negative targets are ignored.
       chunk: the positions of each sequence whose logits exist at one time.
-      axes: inside `jax.shard_map`, the mesh axes over which `x` and `targets` are sharded; `head` is the same on all
-        devices. The mean is that of all devices, which add up their gradients of `head` once.
+      axes: inside `jax.shard_map` with check_vma, the mesh axes over which `x` and `targets` are sharded. `head` is the
+        same on all devices. The mean is over the targets of all devices. Their gradients of `head` are rounded to its
+        dtype and summed once.
 
     Raises:
       TypeError: `x` is float16, in which these gradients underflow before a loss could be scaled.
@@ -59,9 +59,9 @@ def _forward(
         return jnp.sum((log_sum - found.astype(jnp.float32)) * weight), slope @ head.T, d_head
 
     loss, d_x, d_head = jnp.zeros(()), [], jnp.zeros(head.shape, jnp.float32)
-    for start in range(0, x.shape[1], chunk):  # of every sequence, so that no device needs tokens of another
+    for start in range(0, x.shape[1], chunk):  # chunks cut each sequence, so no device needs tokens of another
         part = slice(start, start + chunk)
-        # A chunk waits for the one before: else XLA may hold the logits of several.
+        # A chunk waits for the one before. Otherwise XLA may hold the logits of several.
         of_part, d_head, d_x = jax.lax.optimization_barrier((x[:, part], d_head, d_x))
         summed, d_part, d_head_part = of_chunk(of_part, targets[:, part])
         loss, d_head = loss + summed, d_head + d_head_part
@@ -70,7 +70,7 @@ def _forward(
 
 
 def _backward(chunk: int, gradients: tuple[jax.Array, ...], d_loss: jax.Array) -> tuple[Any, ...]:
-    d_x, d_head = (each * d_loss.astype(each.dtype) for each in gradients)
+    d_x, d_head = ((each * d_loss).astype(each.dtype) for each in gradients)
     return d_x, d_head, None, None
 
 

@@ -66,13 +66,15 @@ def cast(params: Any, config: Model, dtype: DTypeLike) -> Any:
 def for_generation(params: Any, config: Model, run: Run) -> Any:
     """The parameters in `run.dtype`, with all but the experts whole on each device.
 
-    A step of decoding with them gathers no weights. Arrays that are so already are not copied.
+    A step of decoding with them gathers no weights. An array that already has this dtype and placement is not copied.
+    Those that `cast` leaves as they are keep their dtype.
     """
 
     def placed(x: jax.Array, one: checkpoint.Parameter) -> jax.Array:
+        x = x if one.fixed else x.astype(run.dtype)
         return x if one.experts else jax.device_put(x, NamedSharding(run.group.mesh, P()))
 
-    return jax.tree.map(placed, cast(params, config, run.dtype), config.layout())
+    return jax.tree.map(placed, params, config.layout())
 
 
 def logits(params: Any, ids: jax.Array, config: Model, run: Run) -> tuple[jax.Array, Aux]:
@@ -112,7 +114,7 @@ class Decoder(NamedTuple):
 def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> Decoder:
     """For sequences of at most `length` tokens, prompts included; the likeliest tokens at temperature 0.
 
-    The token after a longer sequence is -1. Raises ValueError if a prompt is longer.
+    If a sequence outgrows `length`, its next tokens are -1. Raises ValueError if a prompt is longer.
     """
 
     def next_token(params: Any, ids: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
