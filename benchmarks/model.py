@@ -15,8 +15,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,7 @@ def await_calls(call: Callable[[], Any], calls: int) -> None:
     """Holds the results of one call at a time, because gradients are large."""
     out = None
     for _ in range(calls):
+        out = None
         out = call()
     jax.block_until_ready(out)
 
@@ -168,14 +170,26 @@ def note_skew(case: Case, run: Run) -> None:
     run.note(f"{case}: the busiest expert has {expert:.1f} times the mean load, the busiest GPU {rank:.2f} times")
 
 
-_steps: dict[Case, dict[str, float]] = {}  # milliseconds by mixture of experts, of the cases so far
+class Step(NamedTuple):
+    """A compiled step, how it computes the model, and the name of its policy in `layers.REMAT`."""
+
+    program: jax.stages.Compiled
+    way: Any
+    remat: str
+
+
+# Milliseconds of a step, and its policy, by mixture of experts, of the cases so far.
+_steps: dict[Case, dict[str, tuple[float, str]]] = {}
 
 
 def note_layer(case: Case, run: Run) -> None:
-    """Of two depths: what a layer adds to a step, and the whole model that follows."""
+    """Estimates from two depths what a layer adds to a step, and what 48 layers take."""
     deeper = dataclasses.replace(case, layers=2 * case.layers, quick=True)
-    for name, deep in _steps.get(deeper, {}).items():
-        shallow = _steps[case][name]
+    for name, (deep, remat) in _steps.get(deeper, {}).items():
+        shallow, other = _steps[case].get(name, (0.0, ""))
+        if other != remat:
+            run.note(f"{name}: the two depths recompute different parts, so the time of a layer is not known")
+            continue
         layer = (deep - shallow) / case.layers
         whole = deep + (QWEN3_30B.num_hidden_layers - deeper.layers) * layer
         rate = case.micro_batches * case.sequences * case.length / whole * 1e3
@@ -185,7 +199,8 @@ def note_layer(case: Case, run: Run) -> None:
 def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], batch: jax.Array) -> dict[str, float]:
     """Milliseconds by the mixture of experts. Notes the losses, and on a GPU what the time was spent on."""
     config = case.config
-    working = jax.jit(lambda params: model.cast(params, config, ways[OURS].dtype))(params)
+    dtype = next(iter(ways.values())).dtype
+    working = jax.jit(lambda params: model.cast(params, config, dtype))(params)
 
     def compiled(way: Any) -> jax.stages.Compiled:
         def loss(working: Any) -> jax.Array:
@@ -193,7 +208,8 @@ def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], b
 
         return jax.jit(jax.value_and_grad(loss)).lower(working).compile()
 
-    programs = {name: compiled(way) for name, way in ways.items()}
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(ways, pool.map(compiled, ways.values()), strict=True))
     calls = {name: partial(program, working) for name, program in programs.items()}
     run.note(f"{case}: losses " + ", ".join(f"{name} {call()[0]:.4f}" for name, call in calls.items()))
     times = in_turns(calls, run.options.repeats, 1 if run.on_cpu else 4)
@@ -203,7 +219,7 @@ def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], b
 
 
 def held_bytes(program: jax.stages.Compiled) -> int:
-    """That a device holds while the program runs, with the operands."""
+    """Bytes of operands and temporaries on a device."""
     memory: Any = program.memory_analysis()
     return memory.temp_size_in_bytes + memory.argument_size_in_bytes
 
@@ -211,6 +227,16 @@ def held_bytes(program: jax.stages.Compiled) -> int:
 def fits(program: jax.stages.Compiled) -> bool:
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")  # none on CPUs
     return limit is None or held_bytes(program) <= limit
+
+
+def first_that_fits(name: str, run: Run, way: Any, lower: Callable[[Any], jax.stages.Lowered]) -> Step | None:
+    for remat in [run.options.remat] if run.options.remat else layers.REMAT:
+        way = dataclasses.replace(way, remat=layers.REMAT[remat])
+        program = lower(way).compile()
+        if fits(program):
+            return Step(program, way, remat)
+        run.note(f"{name}, remat {remat}: a step needs {held_bytes(program) / 2**30:.1f} GiB a GPU, too many")
+    return None
 
 
 def rows(case: Case, run: Run) -> Iterator[Row]:
@@ -231,35 +257,31 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         np.random.default_rng(SEED).integers(0, config.vocab_size, shape).astype(np.int32), sharded
     )
 
-    steps: dict[str, jax.stages.Compiled] = {}
-    remat: dict[str, str] = {}
-    for name, way in ways.items():
-        for remat[name] in [run.options.remat] if run.options.remat else layers.REMAT:
-            ways[name] = dataclasses.replace(way, remat=layers.REMAT[remat[name]])
-            step = training.make_train_step(config, optimizer, ways[name], state, balance=0)
-            program = step.lower(state, batches).compile()
-            if fits(program):
-                steps[name] = program
-                break
-            needs = f"a step needs {held_bytes(program) / 2**30:.1f} GiB a GPU, too many"
-            run.note(f"{case}, {name}, remat {remat[name]}: {needs}")
+    def lower(way: Any) -> jax.stages.Lowered:
+        return training.make_train_step(config, optimizer, way, state, balance=0).lower(state, batches)
 
-    of_gradient = time_gradients(case, run, state.params, ways, batches[0])
+    with ThreadPoolExecutor() as pool:  # each takes a minute or more to compile
+        found = pool.map(lambda name: first_that_fits(f"{case}, {name}", run, ways[name], lower), ways)
+        steps = {name: step for name, step in zip(ways, found, strict=True) if step is not None}
+    if not steps:
+        return
+    of_gradient = time_gradients(case, run, state.params, {name: step.way for name, step in steps.items()}, batches[0])
     last: dict[str, Any] = {}  # metrics
 
     def one_step(name: str) -> Callable[[], Any]:
         def call() -> Any:
             nonlocal state
-            state, last[name] = steps[name](state, batches)
+            state, last[name] = steps[name].program(state, batches)
             return last[name]
 
         return call
 
-    of_step = _steps[case] = in_turns({name: one_step(name) for name in steps}, run.options.repeats, 1)
+    of_step = in_turns({name: one_step(name) for name in steps}, run.options.repeats, 1)
+    _steps[case] = {name: (ms, steps[name].remat) for name, ms in of_step.items()}
     note_layer(case, run)
     tokens = case.sequences * case.length  # of a micro-batch and GPU
     peak = training.peak_flops(group.mesh.devices.flat[0])
-    for name, program in steps.items():
+    for name, step in steps.items():
         rate = case.micro_batches * tokens / of_step[name] * 1e3
         flops = case.flops(case.micro_batches * tokens) / of_step[name] * 1e3
         yield {
@@ -271,8 +293,8 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             "tokens/s a GPU": f"{rate:,.0f}",
             "TF/s a GPU": f"{flops / 1e12:,.0f}",
             "MFU": f"{flops / peak:.1%}" if peak else "-",
-            "GiB a GPU": f"{held_bytes(program) / 2**30:.1f}",
-            "remat": remat[name],
+            "GiB a GPU": f"{held_bytes(step.program) / 2**30:.1f}",
+            "remat": step.remat,
             "dropped": f"{float(last[name].dropped):.1%}",
         }
 
@@ -290,7 +312,7 @@ def cases(run: Run) -> list[Case]:
 def notes(run: Run) -> Iterator[str]:
     yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
     yield "AdamW with float32 weights; working copies in bfloat16 are made once a step"
-    yield "remat: of a layer, nothing is recomputed, all but exchanges and products, all but products, or all"
+    yield "remat: recomputed in each layer is nothing; all but exchanges and products; all but products; everything"
     yield f"rows have room for {CAPACITY_FACTOR} times the even load, of a GPU in jax_ep and of an expert in plain JAX"
     yield "the scan over layers is unrolled"
     yield "uniform random tokens: random weights route them nearly evenly"
