@@ -7,22 +7,23 @@
 
 namespace jax_ep {
 
-// The number of sender warps of a CTA, in an op of up to `most_ctas` CTAs. A table of rules says what its cases are.
+// A rule gives the sender warps of a CTA, for ops of at most `most_ctas` CTAs. The comment of a table lists its cases.
 struct SenderRule {
   int most_ctas;
   int senders[3];  // by case
 };
-constexpr int kSenderRules = 4;
+constexpr int kSenderRules = 4, kAnyCtas = 1 << 30;
 
 // Rates of ops on rows: kernels/plan.cc.
 struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
-  // kernels_bench 2, kernels_bench 4. Cases: two ranks; more ranks and long rows; more ranks and short rows.
-  SenderRule dispatch[kSenderRules] = {{48, {4, 3, 2}}, {1 << 30, {2, 2, 2}}};
-  SenderRule dispatch_eager[kSenderRules] = {{31, {5, 3, 3}}, {64, {3, 2, 2}}, {1 << 30, {2, 2, 2}}};
-  SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 5}}, {64, {5, 2, 2}}, {1 << 30, {3, 2, 2}}};
-  // The same. Cases: a rank sums at least 3 rows for each that it sends; at least 1.5; fewer.
-  SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 3}}, {48, {5, 5, 3}}, {1 << 30, {4, 4, 3}}};
+  // kernels_bench 2, kernels_bench 4. Cases: two ranks; more ranks and rows above kShortRowBytes; more ranks and
+  // others.
+  SenderRule dispatch[kSenderRules] = {{48, {4, 3, 2}}, {kAnyCtas, {2, 2, 2}}};
+  SenderRule dispatch_few[kSenderRules] = {{31, {5, 3, 3}}, {64, {3, 2, 2}}, {kAnyCtas, {2, 2, 2}}};  // kEagerTokens
+  SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 5}}, {64, {5, 2, 2}}, {kAnyCtas, {3, 2, 2}}};
+  // The same. Cases by top_k / ranks, the mean rows of a token on a rank: at least 3; at least 1.5; less.
+  SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 3}}, {48, {5, 5, 3}}, {kAnyCtas, {4, 4, 3}}};
   int few_senders = 4;              // for combine and float8 dispatch of few tokens
   int union_entries_per_cta = 256;  // of sparse_union: bench sparse
   int union_ctas = 96;              // at most: bench sparse

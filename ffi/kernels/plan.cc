@@ -11,10 +11,18 @@ namespace {
 static_assert(kH200Rates.rows.union_ctas * kMaxCtaCoops <= kMaxCoops,
               "the scratch of sparse_union has room for no more");
 
-int find_senders(const SenderRule (&rules)[kSenderRules], int which, int ctas) {
+constexpr bool covers_any(const SenderRule (&rules)[kSenderRules]) {
+  for (const SenderRule& rule : rules)
+    if (rule.most_ctas == kAnyCtas) return true;
+  return false;
+}
+static_assert(covers_any(kH200Rates.rows.dispatch) && covers_any(kH200Rates.rows.dispatch_few) &&
+              covers_any(kH200Rates.rows.dispatch_float8) && covers_any(kH200Rates.rows.combine));
+
+int find_senders(const SenderRule (&rules)[kSenderRules], int row_case, int ctas) {
   const auto* const rule =
       std::find_if(rules, std::end(rules), [&](const SenderRule& each) { return ctas <= each.most_ctas; });
-  return rule->senders[which];
+  return rule->senders[row_case];
 }
 
 // The cases of RowRates' tables.
@@ -33,9 +41,9 @@ int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   if (policy.senders == Senders::all) return coops;
   if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, case_of_combine(ranks, work), ctas);
-  const int which = case_of_dispatch(ranks, work);
-  if (work.in_float8) return find_senders(rates.dispatch_float8, which, ctas);
-  return find_senders(work.items <= kEagerTokens ? rates.dispatch_eager : rates.dispatch, which, ctas);
+  const int row_case = case_of_dispatch(ranks, work);
+  if (work.in_float8) return find_senders(rates.dispatch_float8, row_case, ctas);
+  return find_senders(work.items <= kEagerTokens ? rates.dispatch_few : rates.dispatch, row_case, ctas);
 }
 
 int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {

@@ -30,6 +30,7 @@ void check_row_plan(const RowShape& shape, const HardwareModel& model) {
   const int counted = sender_part(0, config.ctas, 0, config.senders_per_cta).count;
   expect(config.ctas >= 1 && config.ctas <= model.row_sms, "CTAs are within the SMs", model, words);
   expect(counted == pushing * config.ctas, "every sender that is counted exists", model, words);
+  expect(config.senders_per_cta >= 1, "there are senders", model, words);
   expect(config.warp_bytes * coops <= model.shared_bytes, "the coops share what there is", model, words);
   const bool uses_all = config.warp_bytes * (coops + 1) > model.shared_bytes;
   expect(uses_all || config.warp_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
@@ -41,7 +42,10 @@ void check_row_plans(const HardwareModel& model) {
   for (const LaunchPolicy policy : {JAX_EP_ROW_OPS(JAX_EP_POLICY)})
     for (const int tokens : {0, 1, 128, 512, 513, 4096})
       for (const bool in_float8 : {false, true})
-        for (const int ranks : {2, 4}) check_row_plan({policy, ranks, {tokens, in_float8}}, model);
+        for (const int ranks : {1, 2, 4, 8})
+          for (const int top_k : {0, 2, 8})
+            for (const int64_t row_bytes : {4096, 14336})
+              check_row_plan({policy, ranks, {tokens, in_float8, top_k, row_bytes}}, model);
 }
 
 void check_overlap_plan(const CollectiveMatmulShape& shape, const HardwareModel& model) {

@@ -286,7 +286,8 @@ JAX_EP_FN void run_kernel(const Comm& comm, const GroupedCombineArgs& args, cons
   run_combine<T, CombineGroups<T>>(comm, args, coop);
 }
 
-// Long rows are taken in groups only on few SMs, each of which then has to have many loads in flight.
+// Short rows are always taken in groups. Long rows are only on few SMs, where each SM needs many loads in flight. Ranks
+// may choose different kernels: what they send is the same.
 inline std::variant<CombineArgs, GroupedCombineArgs> kernel_of(const CombineArgs& args, int ranks, int ctas) {
   constexpr int kFewCtas = 48;  // kernels_bench 2, kernels_bench 4
   const bool fits = fits_groups(args.num_tokens, args.top_k, combine_width(args, ranks));

@@ -1,5 +1,5 @@
-// Items that a coop takes in groups: one ticket for several neighbouring items, and one load by all lanes for what is
-// known of them. With a ticket and a load for each item, short rows wait for both.
+// A coop takes items in groups. A group needs one ticket, and all lanes load its data at once. With a ticket and a load
+// for each item, short rows wait for both.
 #pragma once
 
 #include <utility>
@@ -18,13 +18,13 @@ static_assert(kEagerTokens % Coop::lanes == 0, "groups must not have both eager 
 JAX_EP_CONSTANT_FN bool fits_groups(int tokens, int top_k, int width) {
   return Coop::lanes > 1 && tokens > kFewTokens && top_k > 0 && width <= Coop::lanes;
 }
-// Whether dispatch and scatter do: one long row hides the latency of the next ticket.
+// Whether dispatch and scatter take groups. Long rows need none: moving one takes longer than the next ticket.
 JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int64_t row_bytes) {
   return fits_groups(tokens, top_k, top_k) && row_bytes <= kShortRowBytes;
 }
 
-// How many of them a group has: as many as fit, but so few that each of `coops` coops gets several groups. A power of
-// two, so that no group has both eager tokens and others.
+// The number of items in a group: as many as fit, but so few that each of `coops` coops gets several groups. It is a
+// power of two, so that no group has both eager tokens and others.
 JAX_EP_FN int group_items(int items, int width, int coops) {
   constexpr int kGroupsPerCoop = 4;  // tuned with `kernels_bench 2`
   const int most = smaller(Coop::lanes / width, items / (kGroupsPerCoop * coops));
@@ -32,7 +32,7 @@ JAX_EP_FN int group_items(int items, int width, int coops) {
   while (2 * count <= most) count *= 2;
   return count;
 }
-// For the senders of an op that pushes `tokens` tokens.
+// The tokens of a sender's ticket, in an op that pushes `tokens` tokens.
 JAX_EP_FN int tokens_per_ticket(const Op& op, int tokens, int top_k, int64_t row_bytes) {
   return takes_groups(tokens, top_k, row_bytes) ? group_items(tokens, top_k, op.coop.sender.count) : 1;
 }
@@ -47,8 +47,8 @@ struct ItemGroup {
 // next() returns group after group. look_ahead() claims the group after that, and loads its values while the coop works
 // on this one.
 //
-// claim() returns the items of a group, at most Coop::lanes / width, or none, and then none from there on. It may wait.
-// load(item, position) loads a value, or returns none for a negative item.
+// claim() returns the items of the next group, at most Coop::lanes / width. After the last group it returns none. It
+// may wait. load(item, position) loads a value, or returns none for a negative item.
 template <class Claim, class Load>
 class ItemGroups {
  public:
