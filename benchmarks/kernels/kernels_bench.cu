@@ -1,4 +1,4 @@
-// The kernels without JAX: every GPU of this machine is a rank, or several, each op is timed inside a CUDA graph, for
+// The kernels without JAX. Every GPU of this machine is a rank, or several. Each op is timed inside a CUDA graph, for
 // several launch configurations. Prints microseconds per op, and the largest difference of combine(dispatch(x)) from x
 // times its weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
@@ -150,7 +150,7 @@ int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   constexpr int kMove = 128 + 3 * 7168, kStream = kWarpBytes;
   const bool few = argc > 2 && !std::strcmp(argv[2], "few");
-  // On two ranks: the rows an expert, and nearly the rows a token and rank, of Qwen3-30B, Qwen3-Next and V3 on eight.
+  // Shapes for two ranks, where an expert has as many rows as on eight ranks of Qwen3-30B, Qwen3-Next and V3.
   const Shape as_on_eight[] = {{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
   if (argc > 2 && !std::strcmp(argv[2], "planned")) {
     if (n == 2)
