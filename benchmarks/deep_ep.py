@@ -34,7 +34,7 @@ import jax_ep
 from . import formulations as forms
 from .in_jit_loop import AXIS, HEAT_SECONDS, Loop, Program, compile_loops, on_ranks, relative_error, take_turns
 from .moe import FLOAT8_ROWS, NOT_EXPANDED, our_loops
-from .moe_cases import Case, Shape, capacity, load, make_ids, make_inputs
+from .moe_cases import AS_ON_EIGHT, Case, Shape, capacity, load, make_ids, make_inputs
 from .peers.child import HANDLE
 from .peers.run import FRACTION, Child, environment
 from .runner import Bench, Row, Run, log, open_all
@@ -49,7 +49,7 @@ NORMAL = {  # by our op, DeepEP's
     ONE_ROW: "combine",
 }
 LOW_LATENCY = {op: NORMAL[op] for op in ("dispatch", FLOAT8_ROWS, "combine")}
-FEW_TOKENS, FEW_SMS = 128, 24
+FEW_TOKENS, FEW_SMS = 128, 24  # up to so many tokens, DeepEP's low-latency ops
 PATIENCE, STARTS = 60, 3  # seconds, after which DeepEP hangs; of its processes
 
 Times = dict[str, list[float | None]]  # us of each round, by op and SMs; None where it failed
@@ -175,11 +175,9 @@ def checked_loops(case: Case, ids: np.ndarray, groups: dict[str, jax_ep.Group]) 
     return found
 
 
-def rows(case: tuple[int, bool], run: Run) -> Iterator[Row]:
-    """Of so many tokens a rank, by DeepEP's low-latency ops or not."""
-    (tokens, low_latency), group = case, run.group
-    shape = Case(Shape(tokens, 7168, 8, 256, "bfloat16"))
-    ids = make_ids(shape, group.size)
+def rows(case: Case, run: Run) -> Iterator[Row]:
+    group, low_latency = run.group, case.shape.tokens <= FEW_TOKENS
+    ids = make_ids(case, group.size)
     ops, heat = LOW_LATENCY if low_latency else NORMAL, 0 if run.on_cpu else HEAT_SECONDS
     times: Times = {}
     with contextlib.ExitStack() as stack:
@@ -188,10 +186,10 @@ def rows(case: tuple[int, bool], run: Run) -> Iterator[Row]:
             few = stack.enter_context(jax_ep.Group(group.mesh, AXIS, max_sms=FEW_SMS))
             groups = {str(FEW_SMS): few, "all": group}
         wanted = {f"{op}, {sms}": f"{theirs}, {sms}" for op, theirs in ops.items() for sms in groups}
-        ours = {name: loop for name, loop in checked_loops(shape, ids, groups).items() if name in wanted}
+        ours = {name: loop for name, loop in checked_loops(case, ids, groups).items() if name in wanted}
         programs = compile_loops(ours, group.mesh)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        deep_ep = stack.enter_context(contextlib.closing(DeepEP(run, shape, ids, low_latency, folder)))
+        deep_ep = stack.enter_context(contextlib.closing(DeepEP(run, case, ids, low_latency, folder)))
         turns: dict[str, Callable[[], float | None]] = {}  # each of DeepEP's once
         for name, other in wanted.items():
             turns[name] = partial(our_microseconds, programs[name], heat > 0)
@@ -203,14 +201,14 @@ def rows(case: tuple[int, bool], run: Run) -> Iterator[Row]:
                 log(f"{name}: {time} us")
         for one in groups.values():
             one.check()
-    yield from rows_of(tokens, wanted, times)
+    yield from rows_of(case, wanted, times)
 
 
 def our_microseconds(program: Program, hot: bool) -> float:
     return take_turns({"": program}, repeats=1, hot=hot)[""]
 
 
-def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[Row]:
+def rows_of(case: Case, wanted: dict[str, str], times: Times) -> Iterator[Row]:
     """Medians, and the median of the ratios of the rounds. `wanted`: DeepEP's op by ours, each with its SMs."""
     for name, other in wanted.items():
         mine, theirs, handle = (times.get(each, []) for each in (name, f"DeepEP {other}", f"DeepEP {HANDLE}{other}"))
@@ -219,7 +217,7 @@ def rows_of(tokens: int, wanted: dict[str, str], times: Times) -> Iterator[Row]:
         ours, others, handles = (f"{statistics.median(each):,.1f}" if each else "-" for each in known)
         op, _, sms = name.rpartition(", ")
         yield {
-            "T": tokens,
+            "shape": case,
             "op": op,
             "SMs": sms,
             "jax_ep, us": ours,
@@ -245,18 +243,25 @@ def notes(run: Run) -> list[str]:
     ]
 
 
+def cases(run: Run) -> list[Case]:
+    counts = dict.fromkeys((run.options.tokens, FEW_TOKENS))  # once each
+    v3 = [Case(Shape(tokens, 7168, 8, 256, "bfloat16"), quick=True) for tokens in counts]
+    return v3 + (AS_ON_EIGHT if run.group.size == 2 else [])
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, required=True, metavar="DIR", help="where DeepEP was built")
     parser.add_argument("--ranks", dest="devices", type=int, help="the first so many GPUs [all]")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank [%(default)s]")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a rank, of DeepSeek-V3's shape [%(default)s]")
 
 
 BENCH = Bench(
     __doc__,
-    lambda run: [(run.options.tokens, False), (min(FEW_TOKENS, run.options.tokens), True)],
+    cases,
     rows,
     notes,
     arguments,
+    quick="the shape of DeepSeek-V3 alone",
     repeats=3,
     open=open_beside,
     packages=("torch", "nvidia-nvshmem-cu13"),

@@ -121,8 +121,8 @@ def test_what_numpy_expects_of_deep_ep() -> None:
         {"tokens": [3], "by_expert": [2, 2], "visits": [2, 2]},
     ]
     times = {"dispatch, 24": [3.0, 1.0, 2.0], "DeepEP dispatch, 24": [4.0, 4.0, 4.0]}
-    (row,) = deep_ep.rows_of(8, {"dispatch, 24": "dispatch, 24"}, times)
-    assert [*row.values()] == [8, "dispatch", "24", "2.0", "4.0", "0.50", "-"]
+    (row,) = deep_ep.rows_of("a shape", {"dispatch, 24": "dispatch, 24"}, times)
+    assert [*row.values()] == ["a shape", "dispatch", "24", "2.0", "4.0", "0.50", "-"]
 
 
 @pytest.fixture
