@@ -1,5 +1,0 @@
-#include "runtime/cuda/overlap_launch.h"
-
-namespace jax_ep {
-template struct OverlapKernel<MatmulExchangeArgs>;
-}

@@ -1,5 +1,0 @@
-#include "runtime/cuda/grouped_matmul_tables.h"
-
-namespace jax_ep {
-template struct gemm::Kernels<gemm::Family::float8>;
-}
