@@ -356,7 +356,9 @@ def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: 
 
 
 @pytest.mark.parametrize(("count", "unroll"), [(2, 1), (2, 2), (1, 1)])
-@pytest.mark.parametrize(("remat", "times"), [("none", 1), ("exchanges", 1), ("products", 2), ("layers", 2)])
+@pytest.mark.parametrize(
+    ("remat", "times"), [("none", 1), ("attention", 1), ("exchanges", 1), ("products", 2), ("layers", 2)]
+)
 def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: int, open_group: OpenGroup) -> None:
     """Layers, whose dispatch is in the program once, or again in the backward pass. XLA removes a loop of one turn."""
     config, group = dataclasses.replace(config_of("qwen3_moe"), num_hidden_layers=count), open_group(2)
