@@ -62,7 +62,8 @@ def test_layers_without_tokens(
 
         def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *matrices: jax.Array) -> jax.Array:
             by: dict[str, Any] = {"group": group, "implementation": implementation}
-            return helpers.moe_sums(tokens[:0], ids[:0], weights[:0], *matrices, **by, **options)
+            out = helpers.moe_sums(tokens[:0], ids[:0], weights[:0], *matrices, **by, **options)
+            return out if on_cpu else jnp.pad(out, ((0, 1), (0, 0)))  # XLA:GPU may crash on empty results, too
 
         mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec, out_specs=spec)
         if remat:
@@ -76,8 +77,8 @@ def test_layers_without_tokens(
         assert "callback" not in lowered.as_text()
         out, value, gradients = helpers.fetch(lowered.compile()(*operands))
         group.check()
-    assert out.shape == (0, 128)
-    assert not any(map(np.any, (value, *gradients)))
+    assert out.shape == (0 if on_cpu else group.size, 128)
+    assert not any(map(np.any, (out, value, *gradients)))
     assert [x.shape for x in gradients] == shapes
 
 
