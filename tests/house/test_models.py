@@ -351,7 +351,7 @@ def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: 
 
     program = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(x, head).compile()
     lines = [line for line in (program.as_text() or "").splitlines() if COLLECTIVES.search(line)]
-    assert sum("f32[5,9]" in line for line in lines) == 1
+    assert sum(bool(re.search(r"f32\[(5,9|9,5|45)\]", line)) for line in lines) == 1, lines
     assert_near(program(x, head), jax.value_and_grad(losses.next_token_loss, (0, 1))(x, head, targets), 1e-6)
 
 

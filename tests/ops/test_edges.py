@@ -55,7 +55,7 @@ def test_layers_without_tokens(
     """Forward, and differentiated; also under `jax.checkpoint` around a `jax.shard_map` that cuts its tokens. No
     overflow is left to report."""
     on_cpu = jax.default_backend() == "cpu"
-    if remat and not on_cpu:
+    if not on_cpu and (remat or not options):
         pytest.skip("XLA:GPU ends the process while it compiles this (jax 0.11.2)")
     mesh, spec = helpers.mesh_of(**axes), jax.P(tuple(axes))
     with Group(mesh, tuple(axes), across_nodes=len(axes) > 1, nodes=NodeOptions(chunks=2)) as group:
