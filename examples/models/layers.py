@@ -24,7 +24,7 @@ KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("jax_ep_products"
 
 
 def keep_attention(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """Keeps also what dense products and cuDNN's attention return, which takes 3 % more memory than the exchanges."""
+    """Keeps also what dense products and cuDNN's attention return."""
     products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
     attends = primitive.name == "dot_product_attention_fwd_wrapper"
     return bool(products) or attends or KEEP_EXCHANGES(primitive, *operands, **params)
