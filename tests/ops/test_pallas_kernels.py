@@ -12,11 +12,12 @@ import matrix_forms
 import numpy as np
 import oracle
 import pytest
-from helpers import Rng
+from helpers import Rng, zeros
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 from test_float8_products import assert_rounded
 
+from jax_ep import pallas_kernels
 from jax_ep._kit import gemm
 from jax_ep.ops.matmul.api import gated_product, ragged_dot, rhs_gradient
 from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
@@ -210,22 +211,37 @@ def test_arrays_of_more_than_2_31_values(rng: Rng) -> None:
         assert_rounded(dequantized(bits[group], scales[group]), matrix[None])
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
-        (r"group_sizes must have shape \[G\], got \(1, 2\)", {"group_sizes": jnp.ones((1, 2), jnp.int32)}),
-        (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
-        ("rhs must be two matrices with a unit, otherwise one, got 1", {"unit": jnp.multiply}),
-        ("keep_products must be false where unit is None, got True", {"keep_products": True}),
-        ("shared_bytes must be at least 4096, got 4095", {"shared_bytes": 4095}),
-    ],
-)
-def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {
-        "lhs": jnp.zeros((4, 8)),
-        "rhs": (jnp.zeros((2, 8, 8)),),
-        "group_sizes": jnp.array([1, 3]),
-    }
-    with pytest.raises(ValueError, match=f"^grouped_matmul: {match}"):
-        grouped_matmul(**arguments | change)
+FOUR = np.zeros(4, np.int32)
+PRODUCT: dict[str, Any] = {"lhs": zeros((4, 8)), "rhs": (zeros((2, 8, 8)),), "group_sizes": FOUR[:2]}
+SEGMENTS: dict[str, Any] = {"values": zeros((4, 8)), "starts": np.array([0, 1, 4])}
+MANY = jax.ShapeDtypeStruct((2**31 - 64,), np.int32)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("grouped_matmul", PRODUCT | {"lhs": zeros((4,))}, r"lhs must have shape \[M, K\], got \(4,\)"),
+    ("grouped_matmul", PRODUCT | {"group_sizes": FOUR[None]}, r"group_sizes must have shape \[G\], got \(1, 4\)"),
+    ("grouped_matmul", PRODUCT | {"rhs": (zeros((2, 4, 8)),)}, r"rhs must be .* with K = 8, got \(2, 4, 8\)"),
+    ("grouped_matmul", PRODUCT | {"unit": jnp.multiply}, "rhs must be two matrices with a unit, otherwise one, got 1"),
+    ("grouped_matmul", PRODUCT | {"keep_products": True}, "keep_products must be false where unit is None, got True"),
+    ("grouped_matmul", PRODUCT | {"shared_bytes": 4095}, "shared_bytes must be at least 4096, got 4095"),
+    ("sum_segments", SEGMENTS | {"values": zeros((4,))}, r"values must have shape \[N, D\], got \(4,\)"),
+    ("sum_segments", SEGMENTS | {"values": FOUR[:, None]}, "values must be of dtype bfloat16, .*, float32, got int32"),
+    ("sum_segments", SEGMENTS | {"starts": FOUR[:0]}, "starts must have at least one element"),
+    ("sum_segments", SEGMENTS | {"scale": zeros((3,))}, r"scale must have shape \[S\] = \(2,\), got \(3,\)"),
+    ("sum_segments", SEGMENTS | {"order": zeros((4,))}, "order must be of dtype integer, got float32"),
+    ("sum_segments", SEGMENTS | {"groups": FOUR[:0]}, r"groups must have shape \[G \+ 1\] = \(1,\), got \(0,\)"),
+    ("sum_segments", SEGMENTS | {"order": MANY}, r"values must have fewer than 2\*\*31 - 64 rows"),
+    ("counting_sort", {"ids": FOUR[:, None], "groups": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
+    ("counting_sort", {"ids": zeros((4,)), "groups": 3}, "ids must be of dtype int32, int64, got float32"),
+    ("counting_sort", {"ids": np.zeros(2049, np.int32), "groups": 3}, "ids must have 1 to 2048 elements, got 2049"),
+    ("counting_sort", {"ids": FOUR, "groups": 0}, r"groups must be in \[1, 2\*\*31 - 64\), got 0"),
+    ("runs_of_sorted", {"ids": FOUR[:, None], "limit": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
+    ("runs_of_sorted", {"ids": zeros((4,)), "limit": 3}, "ids must be of dtype signedinteger, got float32"),
+    ("runs_of_sorted", {"ids": 3, "limit": 3}, "ids must be an array, got int"),
+    ("runs_of_sorted", {"ids": FOUR, "limit": -1}, r"limit must be in \[0, 2147483647\], got -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "match"), REFUSED)
+def test_what_is_refused(name: str, given: dict[str, Any], match: str) -> None:
+    call = getattr(pallas_kernels, name)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {match}"):
+        jax.eval_shape(call, **given) if name == "sum_segments" else call(**given)
