@@ -51,9 +51,7 @@ def test_sizes_beyond_the_rows(rng: Rng) -> None:
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_gated_products(activation: str, dtype: np.dtype, rng: Rng) -> None:
     """Of gathered rows; those behind the last group are zero."""
-    lhs, gate, up = (
-        rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
-    )
+    lhs, (gate, up) = (rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (2, len(SIZES), 40, 72)))
     indices = rng.integers(-1, 60, 100).astype(np.int32)
     known = known_unit(activation)
     assert known is not None
@@ -104,19 +102,19 @@ def test_quotients_round_to_nearest() -> None:
             np.testing.assert_array_equal(nearest(a, b, near), exact)
 
 
-@pytest.mark.parametrize("name", ["rows", "outer", "quantize", "gated"])
-def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
-    def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
-        if name == "quantize":
-            return quantize_matrices(rhs)
-        if name == "outer":
-            return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
-        if name == "rows":
-            return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
-        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, unit=ClampedSwiglu(), keep_products=True)
+GATED: Any = partial(grouped_matmul, unit=ClampedSwiglu(), keep_products=True)
+PRODUCTS: dict[str, Any] = {  # of rows, matrices, sizes of groups, and the rows to gather
+    "rows": lambda lhs, rhs, sizes, at: grouped_matmul(lhs, (rhs,), sizes, indices=at, transpose_rhs=True),
+    "outer": lambda lhs, rhs, sizes, at: grouped_outer(lhs, lhs, sizes, lhs_indices=at, rhs_indices=at),
+    "quantize": lambda lhs, rhs, sizes, at: quantize_matrices(rhs),
+    "gated": lambda lhs, rhs, sizes, at: GATED(lhs, (rhs, rhs), sizes, indices=at),
+}
 
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
-    assert "triton" in lowered_for_h200(body, starmap(jax.ShapeDtypeStruct, shapes))
+    assert "triton" in lowered_for_h200(PRODUCTS[name], starmap(jax.ShapeDtypeStruct, shapes))
 
 
 @pytest.mark.parametrize("of", ["gated", "outer", "rows"])
@@ -155,14 +153,9 @@ def test_offsets_in_large_arrays(
 ) -> None:
     """Offsets have 64 bits in every array of more than 2^31 values; or no call has such an array."""
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, debug=True))  # prints what Triton compiles
-    product = {
-        "rows": lambda rows, matrices, sizes: grouped_matmul(rows, (matrices,), sizes),
-        "outer": lambda rows, matrices, sizes: grouped_outer(rows, rows, sizes),
-        "quantize": lambda rows, matrices, sizes: quantize_matrices(matrices),
-    }[name]
     shapes = ((2**20, 4096), jnp.bfloat16), ((160, 4096, 4096), jnp.bfloat16), ((160,), jnp.int32)
     with jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        traced = jax.jit(partial(PRODUCTS[name], at=None)).trace(*starmap(jax.ShapeDtypeStruct, shapes))
         traced.lower(lowering_platforms=("cuda",))
     calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "pallas_call"]
     arrays = [var.aval for eqn in calls for var in (*eqn.invars, *eqn.outvars)]

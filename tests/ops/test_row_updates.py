@@ -16,7 +16,7 @@ from helpers import DTYPES, Rng, bits, wide
 from jax.sharding import PartitionSpec as P
 from sparse_cases import dense
 from test_pallas_kernels import H200, INTERPRET, lowered_for_h200
-from test_sums import LENGTHS, assert_bits, in_parts, starts_of
+from test_sums import LENGTHS, assert_bits, starts_of, summed
 
 from jax_ep import SparseRows, embedding
 from jax_ep._kit import gemm
@@ -69,10 +69,8 @@ def test_rows_and_states_of_every_shape(dtype: Any, rng: Rng) -> None:
         found, (count,) = run([jnp.asarray(x) for x in arrays], ids, order)
     assert count == 4
     wanted = [x.copy() for x in arrays]
-    products = values[order] * weights[:, None]
-    for row, begin, end in zip(ids, starts[:-1], starts[1:], strict=True):
+    for row, total in zip(ids, summed(values, starts, order, weights), strict=True):
         if 0 <= row < height:
-            total = in_parts(products[begin:end])
             mean = total.sum() / np.float32(4)
             wanted[0][row] += total.astype(dtype)
             wanted[1][row] += arrays[2][row] + mean
