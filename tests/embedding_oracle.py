@@ -44,6 +44,12 @@ OPTIMIZERS["rowwise_adagrad"] = lambda rate=0.1: embedding.rowwise_adagrad(rate)
 KINDS = ("sgd", "adamw", "schedule", "rowwise_adagrad")  # with no state, with scalars and the table, our own
 
 
+def looked_up(table: Any, ids: Any) -> jax.Array:
+    """Rows of the table; of ids that name none zeros."""
+    rows = jnp.asarray(table)[jnp.clip(ids, 0, len(table) - 1)]
+    return jnp.where(((ids >= 0) & (ids < len(table)))[..., None], rows, 0)
+
+
 def stepped(optimizer: embedding.RowOptimizer, at_once: bool, table: jax.Array, state: Any, rows: SparseRows) -> Any:
     """Table and state after `step`, or after `update` and `apply_updates`."""
     if at_once:

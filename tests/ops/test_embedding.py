@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, stepped
+from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, looked_up, stepped
 from helpers import Rng, bits, fetch, largest_size, mesh_of, sharded, wide
 from jax.sharding import PartitionSpec as P
 
@@ -24,9 +24,7 @@ def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def dense_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """`loss` of rows of the table, with zero rows behind it for ids that name none."""
-    padded = jnp.concatenate([table, jnp.zeros((1, table.shape[1]), table.dtype)])
-    return loss(padded[jnp.where((ids >= 0) & (ids < table.shape[0]), ids, table.shape[0])], weights)
+    return loss(looked_up(table, ids), weights)
 
 
 def draw(rng: Rng, *shape: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -80,9 +78,8 @@ def test_several_tables_and_several_lookups_in_one(rng: Rng) -> None:
         return jnp.sum(rows["words"]["left"][:6] * rows["words"]["right"] * rows["tags"])
 
     def dense(tables: dict[str, jax.Array]) -> jax.Array:
-        words = jnp.concatenate([tables["words"], jnp.zeros((1, D))])
-        inside = jnp.where((ids >= 0) & (ids < V), ids, V)
-        return jnp.sum(words[inside[:6]] * words[inside[::2]] * tables["tags"][indices["tags"]])
+        words = looked_up(tables["words"], ids)
+        return jnp.sum(words[:6] * words[::2] * tables["tags"][indices["tags"]])
 
     gradient = jax.jit(sparse_value_and_grad(score))(both, indices)[1]
     for name, expected in jax.jit(jax.grad(dense))(both).items():
