@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from helpers import wide
+from sparse_cases import dense
 
 from jax_ep import SparseRows, embedding
 
@@ -43,13 +44,26 @@ OPTIMIZERS["rowwise_adagrad"] = lambda rate=0.1: embedding.rowwise_adagrad(rate)
 KINDS = ("sgd", "adamw", "schedule", "rowwise_adagrad")  # with no state, with scalars and the table, our own
 
 
+def looked_up(table: Any, ids: Any) -> jax.Array:
+    """Rows of the table; of ids that name none zeros."""
+    rows = jnp.asarray(table)[jnp.clip(ids, 0, len(table) - 1)]
+    return jnp.where(((ids >= 0) & (ids < len(table)))[..., None], rows, 0)
+
+
+def stepped(optimizer: embedding.RowOptimizer, at_once: bool, table: jax.Array, state: Any, rows: SparseRows) -> Any:
+    """Table and state after `step`, or after `update` and `apply_updates`."""
+    if at_once:
+        return optimizer.step(table, state, rows)
+    updates, state = optimizer.update(rows, state, table)
+    return embedding.apply_updates(table, updates), state
+
+
 class DenseTraining:
     """Steps of an optimizer of `DENSE` with learning rate 0.1, in float32. Rows that no gradient names keep all."""
 
     def __init__(self, name: str, table: Any):
         self.optimizer, self.table = DENSE[name](0.1), jnp.asarray(wide(table), jnp.float32)
         self.state = self.optimizer.init(self.table)
-
         self.step = jax.jit(self._step)
 
     def update(self, gradient: Any, touched: np.ndarray) -> None:
@@ -70,8 +84,5 @@ class DenseTraining:
 
 def dense_gradient(rows: SparseRows) -> tuple[np.ndarray, np.ndarray]:
     """[V, D] and which rows were named [V]."""
-    ids = np.asarray(rows.indices)[: int(rows.count)]
-    inside = (ids >= 0) & (ids < V)
-    gradient = np.zeros((V, D))
-    np.add.at(gradient, ids[inside], wide(rows.values)[: len(ids)][inside])
-    return gradient, np.isin(np.arange(V), ids)
+    ids, values = (np.asarray(x)[: int(rows.count)] for x in (rows.indices, rows.values))
+    return dense(ids, values, V), np.isin(np.arange(V), ids)

@@ -67,6 +67,13 @@ def assert_reduced(actual: SparseRows, wanted: Expected, dtype: Any) -> None:
     assert np.all(error <= unit * wanted.magnitude + float(info.smallest_subnormal)), error.max()
 
 
+def dense(ids: Array, values: Array, num_rows: int) -> Array:
+    """[num_rows, D] in float64: the sums of the rows [N, D] that have an id inside."""
+    table, inside = np.zeros((num_rows, values.shape[-1])), (ids >= 0) & (ids < num_rows)
+    np.add.at(table, ids[inside], helpers.wide(values)[inside])
+    return table
+
+
 def gradient(ids: Array, weights: Array, op: str) -> Array:
     """[R, N, D]: by the values of all entries, of the sum over rows of weights[id] * row; weights [num_rows, D]."""
     num_rows = len(weights)

@@ -7,6 +7,7 @@ from typing import Any
 
 import helpers
 import jax
+import jax.numpy as jnp
 import numpy as np
 import op_names
 import pytest
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.usefixtures("native")
 SIZE = 2
 RELEASE = {"release": __version__}  # of every call
 SIZES = {"num_tokens": 3, "top_k": 2, "hidden": 4, "capacity": 8, "alignment": 1}
-SCATTER = {**SIZES, "local_experts": 1}
-SCATTER_OPTIONS = {"dtype": "float32", "onto": False, "zero_unused": True}
+SCATTER: dict[str, Any] = {**SIZES, "local_experts": 1, "dtype": "float32", "onto": False, "zero_unused": True}
 DISPATCH = {**SIZES, "num_experts": 4, "wire": "plain", "drop": False, "expand": True, "zero_unused": True}
 
 
@@ -30,26 +30,24 @@ def types_of(name: str, **settings: Any) -> list[tuple[str, str, list[int]]]:
     return [(result, dtype, shape) for result, dtype, shape, _ in types]
 
 
-def call(name: str, results: Any, group: Group, *operands: Any, release: str = __version__, **settings: Any) -> Any:
-    """The call of a program that was compiled for other settings, maybe; one of None is left out."""
+def call(name: str, results: list[tuple[int, ...]], group: Group, *operands: Any, **settings: Any) -> Any:
+    """Of a program that may have other settings. All ranks have the operands. A setting of None is left out."""
+    settings = {"group": helpers.native(group).id, **RELEASE, **settings}
     given = {key: np.int64(x) if type(x) is int else x for key, x in settings.items() if x is not None}
-    call = jax.ffi.ffi_call(f"jax_ep_{name}", results)
-    return call(*operands, group=np.int64(helpers.native(group).id), release=release, **given)
+
+    def body(*operands: jax.Array) -> Any:
+        like = [vary.result_type(shape, np.float32, operands[0]) for shape in results]
+        return jax.ffi.ffi_call(f"jax_ep_{name}", like)(*operands, **given)
+
+    return helpers.fetch(helpers.per_rank(body, group.mesh)(*(np.stack([each] * SIZE) for each in operands)))
 
 
-def call_scatter(
-    group: Group, operands: list[Any], received: tuple[int, int], release: str = __version__, **change: int | None
-) -> Any:
-    def body(*operands: jax.Array) -> jax.Array:
-        like = vary.result_type(received, np.float32, operands[0])
-        return call("scatter", like, group, *operands, release=release, **SCATTER | SCATTER_OPTIONS | change)
-
-    return helpers.per_rank(body, group.mesh)(*(np.stack([each] * SIZE) for each in operands))
+FLOATS = np.zeros((3, 4), np.float32)
 
 
 def operands_of(top_k: int = 2) -> list[Any]:
-    zeros = np.zeros((SIZE, 3, 2), np.int32)
-    return [np.zeros((3, 4), np.float32), np.zeros((3, top_k), np.int32), zeros, np.zeros((SIZE, 1), np.int32)]
+    shapes = (3, top_k), (SIZE, 3, 2), (SIZE, 1)
+    return [FLOATS, *(np.zeros(shape, np.int32) for shape in shapes)]
 
 
 @pytest.mark.parametrize("platform", ffi.built_platforms())
@@ -63,23 +61,16 @@ def test_the_page_has_the_names_of_every_spec(platform: str) -> None:
         assert op is None or public.keys() <= {*op.settings, *op.operands}, target
 
 
-@dataclasses.dataclass(frozen=True)
-class RaggedSettings:
-    slices: int
-    operand_rows: int
-    output_rows: int
-    depth: int
-
-
 def test_settings_that_a_spec_lacks(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    platform, ranks, x = group.platform, group._ranks, zeros_of("float32", (4, 4))
+    names = "slices", "operand_rows", "output_rows", "depth"
     says = "ragged_all_to_all: settings must be slices, operand_rows, output_rows, row_bytes, got slices, .*, depth$"
     with pytest.raises(PlatformError, match=says):
-        ffi.call("ragged_all_to_all", x, ranks=ranks, slices=1, operand_rows=4, output_rows=4, depth=4)
+        ffi.call("ragged_all_to_all", jnp.zeros((4, 4)), ranks=group._ranks, **dict.fromkeys(names, 4))
     monkeypatch.setattr(ffi, "_declared", {})
-    assert ffi.settings_of("ragged_all_to_all")(RaggedSettings) is RaggedSettings
+    record = dataclasses.make_dataclass("RaggedSettings", names)
+    assert ffi.settings_of("ragged_all_to_all")(record) is record
     with pytest.raises(PlatformError, match=says):
-        ffi.library.__wrapped__(platform)
+        ffi.library.__wrapped__(group.platform)
 
 
 SERIES = __version__.rpartition(".")[0]  # of minor releases
@@ -90,52 +81,38 @@ def test_a_call_of_another_release(release: str, group: Group) -> None:
     fits = release.startswith(f"{SERIES}.")
     says = rf"made with jax_ep {re.escape(release)}, but jax_ep {re.escape(__version__)} is installed"
     with contextlib.nullcontext() if fits else pytest.raises(jax.errors.JaxRuntimeError, match=says):
-        assert not helpers.fetch(call_scatter(group, operands_of(), (8, 4), release)).any()
+        assert not call("scatter", [(8, 4)], group, *operands_of(), release=release, **SCATTER)[0].any()
     group.check()
 
 
+IN_PLACE = {"slices": 1, "operand_rows": 3, "output_rows": 3, "row_bytes": 16}
+OFFSETS = np.zeros(SIZE, np.int32)
+MARK = {"site": "", "begins": True}
+
+
 @pytest.mark.parametrize(
-    ("change", "received", "operands", "message"),
+    ("op", "results", "operands", "settings", "message"),
     [
-        ({}, (9, 4), operands_of(), r"rows must be float32\[8, 4\] in this group, got float32\[9, 4\]"),
-        ({}, (8, 4), operands_of(top_k=3), r"targets must be int32\[3, 2\] in this group, got int32\[3, 3\]"),
-        ({"hidden": 5}, (8, 4), operands_of(), r"tokens must be float32\[3, 5\] in this group, got float32\[3, 4\]"),
-        ({}, (8, 4), operands_of()[:1], "there must be 4 operands and 1 results, got 1 and 1"),
-        ({"top_k": None}, (8, 4), operands_of(), "top_k must be an integer of at least 0 .*, got none"),
-        ({"alignment": 0}, (8, 4), operands_of(), "alignment must be positive, got 0"),
+        ("scatter", [(9, 4)], operands_of(), {}, r"rows must be float32\[8, 4\] in this group, got float32\[9, 4\]"),
+        ("scatter", [(8, 4)], operands_of(3), {}, r"targets must be int32\[3, 2\] in this group, got int32\[3, 3\]"),
+        ("scatter", [(8, 4)], operands_of(), {"hidden": 5}, r"tokens must be float32\[3, 5\] .*, got float32\[3, 4\]"),
+        ("scatter", [(8, 4)], operands_of()[:1], {}, "there must be 4 operands and 1 results, got 1 and 1"),
+        ("scatter", [(8, 4)], operands_of(), {"top_k": None}, "top_k must be an integer of at least 0 .*, got none"),
+        ("scatter", [(8, 4)], operands_of(), {"alignment": 0}, "alignment must be positive, got 0"),
+        (
+            *("ragged_all_to_all", [(3, 4)], [FLOATS, *[OFFSETS] * 4, FLOATS + 1], IN_PLACE),
+            "output must be the operand that it updates, in place",
+        ),
+        ("mark", [(3, 4)] * 2, [FLOATS, FLOATS + 1], MARK, "a result must be the operand that it updates"),
+        ("mark", [(3, 4)] * 2, [FLOATS], MARK, "there must be 2 operands and 2 results, got 1 and 2"),
     ],
 )
 def test_a_call_that_does_not_fit_says_what(
-    change: dict[str, Any], received: tuple[int, int], operands: list[Any], message: str, group: Group
+    op: str, results: Any, operands: list[Any], settings: dict[str, Any], message: str, group: Group
 ) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"scatter: {message}"):
-        helpers.fetch(call_scatter(group, operands, received, **change))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{op}: {message}"):
+        call(op, results, group, *operands, **(SCATTER if op == "scatter" else {}) | settings)
     group.check()
-
-
-def test_a_result_that_does_not_begin_as_its_operand(group: Group) -> None:
-    sizes: dict[str, Any] = {"slices": 1, "operand_rows": 4, "output_rows": 4, "row_bytes": 16}
-
-    def body(rows: jax.Array, offsets: jax.Array) -> jax.Array:
-        like = vary.result_type((4, 4), np.float32, rows)
-        return call("ragged_all_to_all", like, group, rows, *[offsets] * 4, rows + 1, **sizes)
-
-    rows, offsets = np.zeros((SIZE, 4, 4), np.float32), np.zeros((SIZE, SIZE), np.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="output must be the operand that it updates, in place"):
-        helpers.fetch(helpers.per_rank(body, group.mesh)(rows, offsets))
-
-
-@pytest.mark.parametrize(
-    ("operands", "message"),
-    [(2, "a result must be the operand that it updates"), (1, "there must be 2 operands and 2 results, got 1 and 2")],
-)
-def test_a_mark_is_in_place(operands: int, message: str, group: Group) -> None:
-    def body(x: jax.Array) -> Any:
-        like = vary.result_type(x.shape, x.dtype, x)
-        return call("mark", [like, like], group, *[x, x + 1][:operands], site="", begins=True)
-
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mark: {message}"):
-        helpers.fetch(helpers.per_rank(body, group.mesh)(np.zeros((SIZE, 4), np.float32)))
 
 
 # Products that need no group: one op. The library for CPUs has no kernels for them, but checks their calls alike.
@@ -206,21 +183,17 @@ def call_grouped(case: str, operands: list[Any], results: list[jax.ShapeDtypeStr
     return jax.jit(lambda *x: call(*x, **attributes, **RELEASE))(*operands)
 
 
-def zeros_of(dtype: str, shape: tuple[int, ...]) -> jax.Array:
-    return jax.numpy.zeros(shape, dtype)
-
-
 @pytest.mark.parametrize("case", GROUPED)
 def test_grouped_products_are_called_with_what_they_say(case: str) -> None:
     operands, results = map(buffers, GROUPED[case][1:])
     _, dtype, shape = results[0]
     assert types_of("grouped_matmul", **settings_of(case))[0] == ("result", dtype, list(shape))
     result, *others = (jax.ShapeDtypeStruct(shape, dtype) for _, dtype, shape in results)
-    arrays = [zeros_of(other, sizes) for _, other, sizes in operands]
+    arrays = [jnp.zeros(sizes, other) for _, other, sizes in operands]
     for i, (buffer, other, sizes) in enumerate(operands):
         given = list(arrays)
         for shape_given in ((*sizes[:-1], sizes[-1] + 1), (*sizes, 1), sizes[:-1]):
-            given[i] = zeros_of(other, shape_given)
+            given[i] = jnp.zeros(shape_given, other)
             text = f"grouped_matmul: {buffer} must be {other}{list(sizes)}, got {other}{list(shape_given)}"
             with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
                 helpers.fetch(call_grouped(case, given, [result, *others]))

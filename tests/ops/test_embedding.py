@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient
-from helpers import Rng, bits, fetch, largest_size, mesh_of, wide
+from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, looked_up, stepped
+from helpers import Rng, bits, fetch, largest_size, mesh_of, sharded, wide
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import Implementation, SparseRows, embedding, sparse_all_reduce
@@ -24,9 +24,7 @@ def loss(rows: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def dense_loss(table: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """`loss` of rows of the table, with zero rows behind it for ids that name none."""
-    padded = jnp.concatenate([table, jnp.zeros((1, table.shape[1]), table.dtype)])
-    return loss(padded[jnp.where((ids >= 0) & (ids < table.shape[0]), ids, table.shape[0])], weights)
+    return loss(looked_up(table, ids), weights)
 
 
 def draw(rng: Rng, *shape: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -43,6 +41,7 @@ def test_the_gradient_of_a_table(rng: Rng, shape: tuple[int, ...]) -> None:
     expected, expected_gradient = jax.jit(jax.value_and_grad(dense_loss))(table, ids, weights)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_array_equal(gradient.indices, np.ravel(ids))
+    assert wrongly.lookup(table, np.asarray(ids)[()]).shape == (*shape, D)  # of numpy's ids, too
     assert (gradient.num_rows, int(gradient.count)) == (V, np.size(ids))
     np.testing.assert_allclose(gradient.todense(), expected_gradient, rtol=1e-5, atol=1e-6)
 
@@ -79,9 +78,8 @@ def test_several_tables_and_several_lookups_in_one(rng: Rng) -> None:
         return jnp.sum(rows["words"]["left"][:6] * rows["words"]["right"] * rows["tags"])
 
     def dense(tables: dict[str, jax.Array]) -> jax.Array:
-        words = jnp.concatenate([tables["words"], jnp.zeros((1, D))])
-        inside = jnp.where((ids >= 0) & (ids < V), ids, V)
-        return jnp.sum(words[inside[:6]] * words[inside[::2]] * tables["tags"][indices["tags"]])
+        words = looked_up(tables["words"], ids)
+        return jnp.sum(words[:6] * words[::2] * tables["tags"][indices["tags"]])
 
     gradient = jax.jit(sparse_value_and_grad(score))(both, indices)[1]
     for name, expected in jax.jit(jax.grad(dense))(both).items():
@@ -123,8 +121,7 @@ def test_a_learning_rate_of_each_rank(check_vma: bool) -> None:
         updates, _ = optimizer.update(dataclasses.replace(ROWS, values=ROWS.values + 1), optimizer.init(TABLE), TABLE)
         return updates.values[:1]
 
-    specs: Any = {"in_specs": P("ep"), "out_specs": P("ep"), "check_vma": check_vma}
-    mapped = jax.shard_map(step, mesh=mesh_of(ep=2), **specs)
+    mapped = jax.shard_map(step, mesh=mesh_of(ep=2), in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
     for run in (mapped, jax.jit(mapped)):
         np.testing.assert_allclose(run(jnp.arange(2.0)), [[0] * D, [-3] * D])
 
@@ -136,11 +133,7 @@ def test_nothing_as_high_as_the_table_is_built(name: str, at_once: bool) -> None
     ids, weights = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((128, 64), jnp.float32)
 
     def step(table: jax.Array, state: Any, ids: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
-        gradient = sparse_value_and_grad(loss)(table, ids, weights)[1]
-        if at_once:
-            return optimizer.step(table, state, gradient)
-        updates, state = optimizer.update(gradient, state, table)
-        return embedding.apply_updates(table, updates), state
+        return stepped(optimizer, at_once, table, state, sparse_value_and_grad(loss)(table, ids, weights)[1])
 
     state = jax.eval_shape(optimizer.init, table)
     program = jax.jit(step, donate_argnums=(0, 1)).lower(table, state, ids, weights).compile()
@@ -187,17 +180,14 @@ def test_data_parallel_training(
 
     def train(table: jax.Array, ids: jax.Array, weights: jax.Array) -> Any:
         def step(carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-            table, state = carry
-            value, gradient = sparse_value_and_grad(loss)(table, *batch)
+            value, gradient = sparse_value_and_grad(loss)(carry[0], *batch)
             gradient = sparse_all_reduce(gradient, group=group, capacity=V, implementation=implementation)
-            updates, state = optimizer.update(gradient, state, table)
-            return (embedding.apply_updates(table, updates), state), jax.lax.psum(value, group.axis_name)
+            return stepped(optimizer, False, *carry, gradient), jax.lax.psum(value, group.axis_name)
 
         return jax.lax.scan(step, (table, optimizer.init(table)), (ids[:, 0], weights[:, 0]))
 
     axis = P(None, group.axis_name)
-    program = jax.shard_map(train, mesh=group.mesh, in_specs=(P(), axis, axis), out_specs=P(), check_vma=check_vma)
-    results = jax.jit(program)(table, ids, weights)
+    results = sharded(group.mesh, train, (P(), axis, axis), P(), check_vma)(table, ids, weights)
     for x in jax.tree.leaves(results):
         assert len(set(bits([shard.data for shard in x.addressable_shards]))) == 1
     (trained, state), losses = fetch(results)
@@ -246,11 +236,17 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
         (lambda: wrongly.apply_updates(TABLE[1:], ROWS), ValueError, f"table {OF_GRADIENT}, got (49, 6)"),
     ],
     "stacked_ids": [
-        (lambda: wrongly.stacked_ids([IDS] * 3, [2**30] * 3), ValueError, "the sum of num_rows must be below 2**31")
+        (lambda: wrongly.stacked_ids([IDS] * 3, [2**30] * 3), ValueError, "the sum of num_rows must be below 2**31"),
+        (lambda: wrongly.stacked_ids(1.0, 3), TypeError, "ids must be an array, got float"),
+        (lambda: wrongly.stacked_ids(IDS, 0), ValueError, "num_rows must be at least 1, got 0"),
     ],
     "bag": [
         (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS, num_bags=2.0), TypeError, "num_bags must be a Python int"),
         (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS * 0.5, num_bags=2), TypeError, "bag_of must be of an integer"),
+        (lambda: wrongly.bag(TABLE, IDS), ValueError, "rows must have shape [..., L, D] for ids"),
+        (lambda: wrongly.bag(TABLE[:3], IDS, IDS[:2]), ValueError, "weights must have shape that of ids = "),
+        (lambda: wrongly.bag(TABLE[:3], IDS, num_bags=3), ValueError, "num_bags must be given with bag_of and not"),
+        (lambda: wrongly.bag(TABLE[:3], IDS, combiner="max"), ValueError, "combiner must be one of 'sum', 'mean', "),
     ],
     "rowwise_adagrad": [(lambda: wrongly.rowwise_adagrad("0.1"), TypeError, "learning_rate must be a number, got str")],
     "by_rows": [

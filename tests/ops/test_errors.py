@@ -25,14 +25,8 @@ SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN = 2, 4, 2, 8, 16
 
 
 def dispatched(group: Group, /, **changes: Any) -> Dispatched:
-    arguments: dict[str, Any] = {
-        "tokens": jnp.zeros((TOKENS, HIDDEN)),
-        "expert_ids": jnp.zeros((TOKENS, TOP_K), jnp.int32),
-        "weights": None,
-        "group": group,
-        "num_experts": EXPERTS,
-        "implementation": "xla",
-    }
+    arguments: dict[str, Any] = {"tokens": jnp.zeros((TOKENS, HIDDEN)), "weights": None, "group": group}
+    arguments |= {"expert_ids": jnp.zeros((TOKENS, TOP_K), int), "num_experts": EXPERTS, "implementation": "xla"}
     return dispatch(**(arguments | changes))
 
 

@@ -12,11 +12,12 @@ import matrix_forms
 import numpy as np
 import oracle
 import pytest
-from helpers import Rng
+from helpers import Rng, zeros
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec as P
 from test_float8_products import assert_rounded
 
+from jax_ep import pallas_kernels
 from jax_ep._kit import gemm
 from jax_ep.ops.matmul.api import gated_product, ragged_dot, rhs_gradient
 from jax_ep.ops.matmul.gated import ClampedSwiglu, known_unit
@@ -50,9 +51,7 @@ def test_sizes_beyond_the_rows(rng: Rng) -> None:
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_gated_products(activation: str, dtype: np.dtype, rng: Rng) -> None:
     """Of gathered rows; those behind the last group are zero."""
-    lhs, gate, up = (
-        rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (len(SIZES), 40, 72), (len(SIZES), 40, 72))
-    )
+    lhs, (gate, up) = (rng.standard_normal(shape).astype(dtype) for shape in ((60, 40), (2, len(SIZES), 40, 72)))
     indices = rng.integers(-1, 60, 100).astype(np.int32)
     known = known_unit(activation)
     assert known is not None
@@ -103,19 +102,19 @@ def test_quotients_round_to_nearest() -> None:
             np.testing.assert_array_equal(nearest(a, b, near), exact)
 
 
-@pytest.mark.parametrize("name", ["rows", "outer", "quantize", "gated"])
-def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
-    def body(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, indices: jax.Array) -> Any:
-        if name == "quantize":
-            return quantize_matrices(rhs)
-        if name == "outer":
-            return grouped_outer(lhs, lhs, sizes, lhs_indices=indices, rhs_indices=indices)
-        if name == "rows":
-            return grouped_matmul(lhs, (rhs,), sizes, indices=indices, transpose_rhs=True)
-        return grouped_matmul(lhs, (rhs, rhs), sizes, indices=indices, unit=ClampedSwiglu(), keep_products=True)
+GATED: Any = partial(grouped_matmul, unit=ClampedSwiglu(), keep_products=True)
+PRODUCTS: dict[str, Any] = {  # of rows, matrices, sizes of groups, and the rows to gather
+    "rows": lambda lhs, rhs, sizes, at: grouped_matmul(lhs, (rhs,), sizes, indices=at, transpose_rhs=True),
+    "outer": lambda lhs, rhs, sizes, at: grouped_outer(lhs, lhs, sizes, lhs_indices=at, rhs_indices=at),
+    "quantize": lambda lhs, rhs, sizes, at: quantize_matrices(rhs),
+    "gated": lambda lhs, rhs, sizes, at: GATED(lhs, (rhs, rhs), sizes, indices=at),
+}
 
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_lower_for_gpus_inside_shard_map(name: str) -> None:
     shapes = ((64, 128), jnp.bfloat16), ((16, 128, 128), jnp.bfloat16), ((16,), jnp.int32), ((400,), jnp.int32)
-    assert "triton" in lowered_for_h200(body, starmap(jax.ShapeDtypeStruct, shapes))
+    assert "triton" in lowered_for_h200(PRODUCTS[name], starmap(jax.ShapeDtypeStruct, shapes))
 
 
 @pytest.mark.parametrize("of", ["gated", "outer", "rows"])
@@ -154,14 +153,9 @@ def test_offsets_in_large_arrays(
 ) -> None:
     """Offsets have 64 bits in every array of more than 2^31 values; or no call has such an array."""
     monkeypatch.setattr(pl, "pallas_call", partial(pl.pallas_call, debug=True))  # prints what Triton compiles
-    product = {
-        "rows": lambda rows, matrices, sizes: grouped_matmul(rows, (matrices,), sizes),
-        "outer": lambda rows, matrices, sizes: grouped_outer(rows, rows, sizes),
-        "quantize": lambda rows, matrices, sizes: quantize_matrices(matrices),
-    }[name]
     shapes = ((2**20, 4096), jnp.bfloat16), ((160, 4096, 4096), jnp.bfloat16), ((160,), jnp.int32)
     with jax.sharding.use_abstract_mesh(H200):
-        traced = jax.jit(product).trace(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        traced = jax.jit(partial(PRODUCTS[name], at=None)).trace(*starmap(jax.ShapeDtypeStruct, shapes))
         traced.lower(lowering_platforms=("cuda",))
     calls = [eqn for eqn in traced.jaxpr.eqns if eqn.primitive.name == "pallas_call"]
     arrays = [var.aval for eqn in calls for var in (*eqn.invars, *eqn.outvars)]
@@ -210,22 +204,37 @@ def test_arrays_of_more_than_2_31_values(rng: Rng) -> None:
         assert_rounded(dequantized(bits[group], scales[group]), matrix[None])
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        (r"lhs must have shape \[M, K\], got \(4,\)", {"lhs": jnp.zeros(4)}),
-        (r"group_sizes must have shape \[G\], got \(1, 2\)", {"group_sizes": jnp.ones((1, 2), jnp.int32)}),
-        (r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)", {"rhs": (jnp.zeros((2, 4, 8)),)}),
-        ("rhs must be two matrices with a unit, otherwise one, got 1", {"unit": jnp.multiply}),
-        ("keep_products must be false where unit is None, got True", {"keep_products": True}),
-        ("shared_bytes must be at least 4096, got 4095", {"shared_bytes": 4095}),
-    ],
-)
-def test_wrong_products_are_named(match: str, change: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {
-        "lhs": jnp.zeros((4, 8)),
-        "rhs": (jnp.zeros((2, 8, 8)),),
-        "group_sizes": jnp.array([1, 3]),
-    }
-    with pytest.raises(ValueError, match=f"^grouped_matmul: {match}"):
-        grouped_matmul(**arguments | change)
+FOUR = np.zeros(4, np.int32)
+PRODUCT: dict[str, Any] = {"lhs": zeros((4, 8)), "rhs": (zeros((2, 8, 8)),), "group_sizes": FOUR[:2]}
+SEGMENTS: dict[str, Any] = {"values": zeros((4, 8)), "starts": np.array([0, 1, 4])}
+MANY = jax.ShapeDtypeStruct((2**31 - 64,), np.int32)
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("grouped_matmul", PRODUCT | {"lhs": zeros((4,))}, r"lhs must have shape \[M, K\], got \(4,\)"),
+    ("grouped_matmul", PRODUCT | {"group_sizes": FOUR[None]}, r"group_sizes must have shape \[G\], got \(1, 4\)"),
+    ("grouped_matmul", PRODUCT | {"rhs": (zeros((2, 4, 8)),)}, r"rhs must be .* with K = 8, got \(2, 4, 8\)"),
+    ("grouped_matmul", PRODUCT | {"unit": jnp.multiply}, "rhs must be two matrices with a unit, otherwise one, got 1"),
+    ("grouped_matmul", PRODUCT | {"keep_products": True}, "keep_products must be false where unit is None, got True"),
+    ("grouped_matmul", PRODUCT | {"shared_bytes": 4095}, "shared_bytes must be at least 4096, got 4095"),
+    ("sum_segments", SEGMENTS | {"values": zeros((4,))}, r"values must have shape \[N, D\], got \(4,\)"),
+    ("sum_segments", SEGMENTS | {"values": FOUR[:, None]}, "values must be of dtype bfloat16, .*, float32, got int32"),
+    ("sum_segments", SEGMENTS | {"starts": FOUR[:0]}, "starts must have at least one element"),
+    ("sum_segments", SEGMENTS | {"scale": zeros((3,))}, r"scale must have shape \[S\] = \(2,\), got \(3,\)"),
+    ("sum_segments", SEGMENTS | {"order": zeros((4,))}, "order must be of dtype integer, got float32"),
+    ("sum_segments", SEGMENTS | {"groups": FOUR[:0]}, r"groups must have shape \[G \+ 1\] = \(1,\), got \(0,\)"),
+    ("sum_segments", SEGMENTS | {"order": MANY}, r"values must have fewer than 2\*\*31 - 64 rows"),
+    ("counting_sort", {"ids": FOUR[:, None], "groups": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
+    ("counting_sort", {"ids": zeros((4,)), "groups": 3}, "ids must be of dtype int32, int64, got float32"),
+    ("counting_sort", {"ids": np.zeros(2049, np.int32), "groups": 3}, "ids must have 1 to 2048 elements, got 2049"),
+    ("counting_sort", {"ids": FOUR, "groups": 0}, r"groups must be in \[1, 2\*\*31 - 64\), got 0"),
+    ("runs_of_sorted", {"ids": FOUR[:, None], "limit": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
+    ("runs_of_sorted", {"ids": zeros((4,)), "limit": 3}, "ids must be of dtype signedinteger, got float32"),
+    ("runs_of_sorted", {"ids": 3, "limit": 3}, "ids must be an array, got int"),
+    ("runs_of_sorted", {"ids": FOUR, "limit": -1}, r"limit must be in \[0, 2147483647\], got -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "match"), REFUSED)
+def test_what_is_refused(name: str, given: dict[str, Any], match: str) -> None:
+    call = getattr(pallas_kernels, name)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {match}"):
+        jax.eval_shape(call, **given) if name == "sum_segments" else call(**given)

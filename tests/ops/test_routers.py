@@ -27,11 +27,6 @@ zeros: Any = np.zeros
 pytestmark = pytest.mark.usefixtures("strict")
 
 
-@pytest.fixture
-def logits(rng: Rng) -> np.ndarray:
-    return rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
-
-
 def log_scores(logits: np.ndarray, score: str) -> np.ndarray:
     wide = logits.astype(np.float64)
     if score == "sigmoid":
@@ -70,62 +65,53 @@ def router(score: str, groups: Groups | None, **options: Any) -> Any:
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize(
-    ("score", "groups", "renormalize", "scale"),
+    ("score", "experts", "groups", "renormalize", "scale"),
     [
-        ("softmax", None, True, 1.0),
-        ("softmax", None, False, 1.0),
-        ("softmax", Groups(4, 2, 1), False, 2.0**31),  # as DeepSeek-V2 routes
-        *(("sigmoid", groups, True, 2.5) for groups in (None, Groups(4, 2, 2), Groups(4, 1, 1), Groups(8, 3, 2))),
+        ("softmax", 12, None, True, 1.0),
+        ("softmax", 16, None, False, 1.0),
+        ("softmax", 16, Groups(4, 2, 1), False, 2.0**31),  # as DeepSeek-V2 routes
+        *(("softmax", 12, groups, True, 1.0) for groups in (Groups(4, 2, 2), Groups(3, 2, 1))),
+        *(("sigmoid", 16, groups, True, 2.5) for groups in (Groups(4, 2, 2), Groups(4, 1, 1), Groups(8, 3, 2))),
+        *(("sigmoid", 12, groups, True, 2.5) for groups in (None, Groups(4, 2, 2), Groups(3, 2, 1))),
     ],
     ids=str,
 )
-def test_choices(score: Score, groups: Any, renormalize: bool, scale: float, logits: np.ndarray, rng: Rng) -> None:
-    bias = rng.standard_normal(EXPERTS).astype(np.float32) * (score == "sigmoid")
+def test_choices(score: Score, experts: int, groups: Any, renormalize: bool, scale: float, rng: Rng) -> None:
+    """Of ties, and of what is not finite, ids are those of a stable sort. Scores that are all NaN are ordered by their
+    signs, which platforms choose."""
+    logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (220, experts)).astype(np.float32)
+    for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
+        logits[tokens] = np.where(rng.random(logits[tokens].shape) < 0.1, value, logits[tokens])
+    logits[120:130], logits[130:140], logits[200:] = -np.inf, 0, rng.standard_normal((20, experts))
+    bias = rng.choice([-0.0, 0, 0.5, -0.7, 0.3], experts).astype(np.float32) * (score == "sigmoid")
+    if score == "sigmoid" and (groups is None or groups.kept > 1):  # one of the groups is the same for all tokens
+        bias[rng.integers(experts)] = np.nan if experts == 12 else np.inf
     options: dict[str, Any] = {"renormalize": renormalize} | ({"bias": bias} if score == "sigmoid" else {})
     choose = jax.jit(lambda x, scale: router(score, groups, scale=scale, **options)(x))
     routed = helpers.fetch(choose(logits, jnp.bfloat16(scale)))
-    scores = np.exp(log_scores(logits, score)) + bias
-    wanted = in_order(within(scores, groups) if groups else scores)[:, :K]
-    np.testing.assert_array_equal(routed.expert_ids, wanted)
-    np.testing.assert_allclose(routed.weights, scale * weights_of(logits, wanted, score, renormalize), rtol=1e-5)
-
-
-@pytest.mark.usefixtures("each_way")
-@pytest.mark.parametrize("groups", [None, Groups(4, 2, 2), Groups(3, 2, 1)], ids=str)
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_ties_and_what_is_not_finite(score: Score, groups: Any, rng: Rng) -> None:
-    """Ids are those of a stable sort. Scores that are all NaN are ordered by their signs, which platforms choose."""
-    experts = 12
-    logits = rng.choice([-0.0, 0, 1, 1, 2, 200, -200, -300], (200, experts)).astype(np.float32)
-    for value, tokens in ((np.nan, slice(0, 60)), (np.inf, slice(40, 80)), (-np.inf, slice(70, 120))):
-        logits[tokens] = np.where(rng.random(logits[tokens].shape) < 0.1, value, logits[tokens])
-    logits[120:130], logits[130:140] = -np.inf, 0
-    bias = rng.choice([-0.0, 0, 0.5, np.inf, np.nan], experts, p=[0.3, 0.3, 0.2, 0.1, 0.1]).astype(np.float32)
-    options: dict[str, Any] = {"bias": bias} if score == "sigmoid" else {}
-    routed = router(score, groups, **options)(logits)
     with np.errstate(all="ignore"):
         scores = np.exp(log_scores(logits, score)).astype(np.float32)
         bad = np.isnan(scores).any(axis=1) & (score == "softmax")
-        scores += options.get("bias", np.float32(0))
+        scores += bias
         if groups:
-            found = jax.jit(lambda x: nn.within_top_groups(x, K, groups.total, groups.kept, groups.best))(scores)
+            found = jax.jit(lambda x: nn.within_top_groups(x, K, *groups))(scores)
             scores = within(scores, groups)
             np.testing.assert_array_equal(found, scores)
         chosen = in_order(scores)[:, :K]
-        np.testing.assert_array_equal(routed.expert_ids[~bad], chosen[~bad])
-        np.testing.assert_allclose(routed.weights, weights_of(logits, chosen, score), rtol=1e-4, atol=1e-37)
+        wanted = scale * weights_of(logits, chosen, score, renormalize)
+    np.testing.assert_array_equal(routed.expert_ids[~bad], chosen[~bad])
+    np.testing.assert_allclose(routed.weights, wanted, rtol=1e-5, atol=1e-37 * scale)
     assert bad.any() == (score == "softmax")
-    assert all(len({*ids}) == K for ids in np.asarray(routed.expert_ids).tolist())
+    assert all(len({*ids}) == K for ids in routed.expert_ids.tolist())
 
 
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("replayed", [True, False])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_some_tokens_and_given_ids(
-    score: Score, replayed: bool, renormalize: bool, logits: np.ndarray, rng: Rng
-) -> None:
+def test_some_tokens_and_given_ids(score: Score, replayed: bool, renormalize: bool, rng: Rng) -> None:
     """Gradients are those of the batch without the masked tokens, which hold anything. The bias has none."""
+    logits = rng.standard_normal((TOKENS, EXPERTS)).astype(np.float32)
     ids = np.argsort(-logits, axis=1)[:, :K]
     if replayed:
         ids = rng.integers(-1, EXPERTS + 1, ids.shape)
@@ -259,15 +245,12 @@ def test_round_tokens(devices: int | None, multiple: int, more: int, renormalize
     np.testing.assert_allclose(found.weights, exact, rtol=1e-5, atol=1e-7)
     gradient = pull(np.ones(len(x), np.float32))[0]
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
-
-
-def test_no_tokens_to_round() -> None:
-    none = nn.Routed(helpers.zeros((0, 3), np.int32), helpers.zeros((0, 3)))
-    routed = jax.jit(lambda none: nn.round_tokens(none, 2, EXPERTS))(none)
-    assert routed.expert_ids.shape == routed.weights.shape == (0, 3)
+    none = nn.round_tokens(nn.Routed(jnp.asarray(ids[:0]), routed.weights[:0]), K, EXPERTS, multiple=multiple)
+    assert none.expert_ids.shape == none.weights.shape == (0, K + more)
 
 
 def test_loads() -> None:
+    """Of ids of any integer dtype."""
     ids = np.array([[0, 1], [0, -1], [0, 7], [9, 2]], np.int32)  # -1 skips, 9 is no expert
     load = nn.expert_load(ids, 8)
     np.testing.assert_array_equal(load, [3, 1, 1, 0, 0, 0, 0, 1])
@@ -280,6 +263,10 @@ def test_loads() -> None:
     np.testing.assert_allclose(nn.load_stats(load, ranks=2)[:2], [5 / 3, 0], rtol=1e-6)
     np.testing.assert_allclose(nn.load_stats(jnp.full(4, 7)), [1, 0, 1], rtol=1e-6)
     np.testing.assert_allclose(nn.load_stats(jnp.zeros(4)), [0, 1, 0], atol=1e-6)
+    for dtype in (np.int8, np.uint8, np.uint64):
+        ids = np.array([[0, 7], [7, -1 if dtype is np.int8 else 255]]).astype(dtype)
+        np.testing.assert_array_equal(nn.expert_load(ids, 200), np.bincount([0, 7, 7], minlength=200))
+        np.testing.assert_allclose(nn.balance_loss(zeros((2, 200)), ids), 1, rtol=1e-5)
 
 
 def test_scalars() -> None:
@@ -372,7 +359,7 @@ def finite_differences(function: Callable[[np.ndarray], float], x: np.ndarray) -
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_balance_over_devices(score: Score, rng: Rng) -> None:
+def test_balance_over_devices_and_of_sequences(score: Score, rng: Rng) -> None:
     logits, ids = draw(rng)
     spread = over_devices(lambda x, ids: nn.balance_loss(x, ids, score=score, axis_name="ep"))
     given = logits.astype(np.float32)
@@ -383,12 +370,9 @@ def test_balance_over_devices(score: Score, rng: Rng) -> None:
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
     load = over_devices(lambda ids: nn.expert_load(ids, EXPERTS, axis_name="ep"))(ids)
     np.testing.assert_array_equal(load, counted(ids))
-
-
-def test_balance_per_sequence(rng: Rng) -> None:
-    logits, ids = (x.reshape(SIZE, TOKENS, -1) for x in draw(rng))
-    actual = jax.vmap(nn.balance_loss)(jnp.asarray(logits, jnp.float32), ids)
-    np.testing.assert_allclose(actual, [balance(*pair, "softmax") for pair in zip(logits, ids, strict=True)], rtol=1e-5)
+    each = logits.reshape(SIZE, TOKENS, -1), ids.reshape(SIZE, TOKENS, -1)
+    of_sequences = jax.vmap(partial(nn.balance_loss, score=score))(each[0].astype(np.float32), each[1])
+    np.testing.assert_allclose(of_sequences, [balance(*one, score) for one in zip(*each, strict=True)], rtol=1e-5)
 
 
 def test_z_loss_of_some_tokens(rng: Rng) -> None:
@@ -475,11 +459,3 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
 def test_what_is_refused(op: Any, given: Any, options: Any, match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^{op.__name__}: {match}"):
         op(*given, **options)
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint64])
-def test_ids_of_any_integer_dtype(dtype: Any) -> None:
-    ids = np.array([[0, 7], [7, -1 if dtype is np.int8 else 255]]).astype(dtype)
-    wanted = np.bincount(ids[(ids >= 0) & (ids < 200)], minlength=200)
-    np.testing.assert_array_equal(nn.expert_load(ids, 200), wanted)
-    np.testing.assert_allclose(nn.balance_loss(zeros((2, 200)), ids), 1, rtol=1e-5)

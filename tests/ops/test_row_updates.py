@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient
+from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, stepped
 from helpers import DTYPES, Rng, bits, wide
 from jax.sharding import PartitionSpec as P
+from sparse_cases import dense
 from test_pallas_kernels import H200, INTERPRET, lowered_for_h200
-from test_sums import LENGTHS, assert_bits, in_parts, starts_of
+from test_sums import LENGTHS, assert_bits, starts_of, summed
 
 from jax_ep import SparseRows, embedding
 from jax_ep._kit import gemm
@@ -68,10 +69,8 @@ def test_rows_and_states_of_every_shape(dtype: Any, rng: Rng) -> None:
         found, (count,) = run([jnp.asarray(x) for x in arrays], ids, order)
     assert count == 4
     wanted = [x.copy() for x in arrays]
-    products = values[order] * weights[:, None]
-    for row, begin, end in zip(ids, starts[:-1], starts[1:], strict=True):
+    for row, total in zip(ids, summed(values, starts, order, weights), strict=True):
         if 0 <= row < height:
-            total = in_parts(products[begin:end])
             mean = total.sum() / np.float32(4)
             wanted[0][row] += total.astype(dtype)
             wanted[1][row] += arrays[2][row] + mean
@@ -88,17 +87,14 @@ def test_steps(name: str, rng: Rng) -> None:
     optimizer, table = OPTIMIZERS[name](), jnp.asarray(rng.standard_normal((V, D), np.float32))
     gradients, oracle = draw_gradients(rng, 4, 30), DenseTraining(name, table)
 
-    def by_updates(table: jax.Array, state: Any, gradient: SparseRows) -> Any:
-        updates, state = optimizer.update(gradient, state, table)
-        return embedding.apply_updates(table, updates), state
-
     step = jax.jit(lambda *x: optimizer.step(*x), donate_argnums=(0, 1) if name in [*OPTIMIZERS][::2] else ())
+    by_updates = jax.jit(partial(stepped, optimizer, False))
     before, untouched = helpers.fetch((table, optimizer.init(table))), np.ones(V, bool)
     traced = jax.make_jaxpr(step)(table, optimizer.init(table), gradients[0])
     assert ("pallas_call" in str(traced)) == bool(gemm.pallas_platforms())
     here = there = jax.tree.map(jnp.asarray, before)
     for gradient in gradients:
-        there = jax.jit(by_updates)(*jax.tree.map(jnp.copy, there), gradient)
+        there = by_updates(*jax.tree.map(jnp.copy, there), gradient)
         here = step(*here, gradient)
         dense, touched = dense_gradient(gradient)
         oracle.update(dense, touched)
@@ -128,8 +124,8 @@ def test_wide_ids_and_rates(name: str, dtype: Any, rng: Rng) -> None:
         def of_one(values: jax.Array) -> Any:
             optimizer, gradient = OPTIMIZERS[name](rate), SparseRows.from_entries(ids, values, num_rows=V)
             state = optimizer.init(table)
-            updates, new = optimizer.update(gradient, state, table)
-            return optimizer.step(table, state, gradient), (embedding.apply_updates(table, updates), new), updates
+            both = (stepped(optimizer, at_once, table, state, gradient) for at_once in (True, False))
+            return *both, optimizer.update(gradient, state, table)[0]
 
         return jax.vmap(of_one)(values)
 
@@ -166,25 +162,21 @@ def test_bags_share_their_cotangent(each_way: None, weighted: bool, rng: Rng) ->
         return optimizer.step(table, optimizer.init(table), embedding.sparse_value_and_grad(loss)(table, ids)[1])[0]
 
     operands = [jnp.asarray(x) for x in (table, ids, counted, weights, cotangent)]
-    gradient = np.zeros((V + 2, D), np.float32)
-    np.add.at(gradient, ids, ((counted >= 0) * (weights if weighted else 1))[..., None] * cotangent[:, None])
+    by_entries = ((counted >= 0) * (weights if weighted else 1))[..., None] * cotangent[:, None]
     found = step(*operands)
-    np.testing.assert_array_equal(found, table - 0.5 * gradient[:V])
+    np.testing.assert_array_equal(found, table - np.float32(0.5 * dense(ids, by_entries, V)))
     assert f"f32[28,{D}]" not in str(step.lower(*operands).compile().as_text())
 
 
-def signs_of_largest(rate: float) -> Any:
-    """Of the largest value of each row, by a sort: Pallas has none."""
-
-    def update(gradient: jax.Array, state: Any, table: Any = None) -> Any:
-        return -rate * jnp.sign(gradient) * (gradient >= jnp.sort(gradient, axis=1)[:, -1:]), state
-
-    return SimpleNamespace(init=lambda table: (), update=update)
+def of_largest(gradient: jax.Array, state: Any, table: Any = None) -> Any:
+    """Half the sign of the largest value of each row, found by a sort: Pallas has none."""
+    return -0.5 * jnp.sign(gradient) * (gradient >= jnp.sort(gradient, axis=1)[:, -1:]), state
 
 
 @as_on_gpus
 def test_what_pallas_does_not_compile_runs_by_xla(each_way: None, rng: Rng, caplog: pytest.LogCaptureFixture) -> None:
-    optimizer, ids = embedding.by_rows(signs_of_largest(0.5)), np.array([3, 9, 3, V], np.int32)
+    transform: Any = SimpleNamespace(init=lambda table: (), update=of_largest)
+    optimizer, ids = embedding.by_rows(transform), np.array([3, 9, 3, V], np.int32)
     values = rng.standard_normal((4, D)).astype(np.float32)
     gradient = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=V)
     with caplog.at_level(logging.DEBUG, "jax_ep"):
@@ -296,8 +288,7 @@ def test_tables_of_more_than_2_31_values() -> None:
 
     table, state = step(jnp.zeros((height, 64), jnp.bfloat16), jnp.full((height, 1), 0.1))
     assert not table[:-1000].any()
-    gradient = np.zeros((1000, 64))
-    np.add.at(gradient, ids - height + 1000, np.asarray(values, np.float64))
+    gradient = dense(ids - height + 1000, np.asarray(values), 1000)
     squares = 0.1 + (gradient**2).mean(axis=1, keepdims=True)
     np.testing.assert_allclose(state[-1000:], squares, rtol=1e-4)
     np.testing.assert_allclose(wide(table[-1000:]), -0.1 * gradient / np.sqrt(squares), rtol=2.0**-6, atol=1e-4)

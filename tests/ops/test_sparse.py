@@ -85,21 +85,16 @@ def test_ids(size: int, sharded: bool, way: Way, rng: Rng) -> None:
 @SHARDED
 @pytest.mark.parametrize("width", [1, 7, 64, 2048])
 @pytest.mark.parametrize(("op", "dtype"), [*zip(cases.OPS, DTYPES, strict=True), ("mean_by_count", DTYPES[0])], ids=str)
-def test_ops(op: str, dtype: Any, width: int, sharded: bool, way: Way, rng: Rng) -> None:
-    """Rounded once, over nodes too: sums between nodes are float32. The capacity is no multiple of the ranks."""
-    draws = cases.zipf, cases.identical, cases.out_of_range
-    ids = np.concatenate([draw(rng, 4, 20, ROWS) for draw in draws], axis=1)
+@pytest.mark.parametrize(("size", "part", "num_rows"), [(4, 20, ROWS), (8, 3, 1), (8, 3, 33), (4, 0, ROWS)])
+def test_ops(
+    size: int, part: int, num_rows: int, op: str, dtype: Any, width: int, sharded: bool, way: Way, rng: Rng
+) -> None:
+    """Rounded once, over nodes too: sums between nodes are float32. The capacity is no multiple of the ranks, and may
+    be far more than the rows. Ranges of ranks do not come out even, or are empty; or there are no entries at all."""
+    draws = cases.zipf, cases.DRAWS["identical in pairs"], cases.out_of_range
+    ids = np.concatenate([draw(rng, size, part, num_rows) for draw in draws], axis=1)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        way.check(ids, cases.draw_values(rng, ids, width, dtype), capacity=181, op=op, sharded=sharded)
-
-
-@pytest.mark.matrix(1)
-@SHARDED
-@pytest.mark.parametrize(("size", "entries", "num_rows"), [(8, 9, 1), (8, 9, 33), (4, 0, 1000)])
-def test_few_rows(size: int, entries: int, num_rows: int, sharded: bool, way: Way, rng: Rng) -> None:
-    """Ranges of ranks that do not come out even, or are empty; far more room than rows; no entries at all."""
-    ids = cases.uniform(rng, size, entries, num_rows)
-    way.check(ids, cases.draw_values(rng, ids, 5), num_rows, capacity=100, sharded=sharded)
+        way.check(ids, cases.draw_values(rng, ids, width, dtype), num_rows, capacity=181, op=op, sharded=sharded)
 
 
 @pytest.fixture
@@ -234,8 +229,7 @@ def test_two_branches(native: None, open_group: OpenGroup, rng: Rng) -> None:
     group, ids, other = open_group(size), cases.uniform(rng, size, 30, ROWS), cases.zipf(rng, size, 30, ROWS)
     values = cases.draw_values(rng, ids, 16)
     run = cases.reduced(group, ROWS, capacity=240)
-    both = helpers.per_rank(lambda a, b, v: (run(a, v), run(b, 2 * v)), group.mesh)
-    first, second = helpers.fetch(both(ids, other, values))
+    first, second = helpers.run(group, lambda a, b, v: (run(a, v), run(b, 2 * v)), ids, other, values)
     cases.assert_reduced(first, cases.expected(ids, values, num_rows=ROWS, capacity=240), np.float32)
     cases.assert_reduced(second, cases.expected(other, 2 * values, num_rows=ROWS, capacity=240), np.float32)
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 import sparse_cases as cases
+from embedding_oracle import stepped
 from helpers import DTYPES, Rng
 from jax.experimental.sparse import BCOO
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -24,6 +25,7 @@ from jax_ep.ops.sparse.api import choose_method
 
 V, D = 12, 3
 unchecked: Any = optax  # its types know no SparseRows
+wrongly: Any = SparseRows  # its functions with arguments that no type checker lets pass
 IDS = jnp.asarray([3, 1, 3, -1, V], jnp.int32)
 
 
@@ -33,13 +35,6 @@ def rows_of(values: jax.Array) -> SparseRows:
 
 VALUES = jnp.arange(15.0).reshape(5, D) - 7
 ROWS = rows_of(VALUES)
-
-
-def dense(ids: np.ndarray, values: np.ndarray, num_rows: int) -> np.ndarray:
-    table = np.zeros((num_rows, values.shape[1]))
-    valid = (ids >= 0) & (ids < num_rows)
-    np.add.at(table, ids[valid], values[valid].astype(np.float64))
-    return table
 
 
 @pytest.mark.matrix(1)
@@ -58,14 +53,14 @@ def test_coalesce(draw: str, dtype: np.dtype, rng: Rng) -> None:
 
 
 def test_coalesce_twice_changes_nothing_and_counts_once() -> None:
-    ids = np.array([5, 3, -1, 5, 100, 9], np.int32)
-    once = coalesce(
-        SparseRows.from_entries(jnp.asarray(ids), jnp.ones((6, D)), num_rows=V), capacity=2, on_overflow="drop"
-    )
-    twice = coalesce(once)
+    """Of numpy's arrays, too; and of no entries."""
+    rows = wrongly.from_entries(np.array([5, 3, -1, 5, 100, 9], np.int32), np.ones((6, D), np.float32), num_rows=V)
+    once = coalesce(rows, capacity=2, on_overflow="drop")
     np.testing.assert_array_equal(once.indices, [3, 5])
+    np.testing.assert_array_equal(once.values[:, 0], [1, 2])
     assert (int(once.ignored), int(once.dropped)) == (2, 1)
-    assert helpers.bits(twice) == helpers.bits(once)
+    assert helpers.bits(coalesce(once)) == helpers.bits(once)
+    assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), V)).indices.shape == (0,)
 
 
 def test_gradient_of_coalesce(rng: Rng) -> None:
@@ -84,21 +79,10 @@ def test_dense_and_bcoo(rng: Rng) -> None:
     ids = cases.out_of_range(rng, 1, 30, V)[0]
     values = rng.standard_normal((30, D)).astype(np.float32)
     rows = SparseRows.from_entries(jnp.asarray(ids), jnp.asarray(values), num_rows=V)
-    wanted = dense(ids, values, V)
-    np.testing.assert_allclose(rows.todense(), wanted, atol=1e-5)
-    np.testing.assert_allclose(rows.to_bcoo().todense(), wanted, atol=1e-5)
-    np.testing.assert_allclose(SparseRows.from_bcoo(rows.to_bcoo()).todense(), wanted, atol=1e-5)
+    for each in (rows, rows.to_bcoo(), SparseRows.from_bcoo(rows.to_bcoo())):
+        np.testing.assert_allclose(each.todense(), cases.dense(ids, values, V), atol=1e-5)
     fewer = SparseRows(rows.indices, rows.values, jnp.int32(7), V)  # what lies behind `count` is padding
-    np.testing.assert_allclose(fewer.todense(), dense(ids[:7], values[:7], V), atol=1e-5)
-
-
-wrongly: Any = SparseRows  # its functions with arguments that no type checker lets pass
-
-
-def test_rows_of_numpy_arrays() -> None:
-    rows = wrongly.from_entries(np.array([1, 1, 4], np.int32), np.ones((3, D), np.float32), num_rows=V)
-    np.testing.assert_array_equal(coalesce(rows).values[:2, 0], [2, 1])
-    assert cast(Any, embedding).lookup(VALUES, np.int32(3)).shape == (D,)
+    np.testing.assert_allclose(fewer.todense(), cases.dense(ids[:7], values[:7], V), atol=1e-5)
 
 
 def test_choice_of_method() -> None:
@@ -109,11 +93,11 @@ def test_choice_of_method() -> None:
     assert choose_method(2**30, 4, 5_000, 8192) == "match"
 
 
-def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
-    if rows is None:
-        rows = ROWS
-    arguments: dict[str, Any] = {"capacity": 8} | options
-    return sparse_all_reduce(rows, group=group, **arguments)
+def reduce(group: Group, rows: Any = ROWS, capacity: Any = 8, **options: Any) -> SparseRows:
+    return sparse_all_reduce(rows, group=group, capacity=capacity, **options)
+
+
+ONE, add_up = SparseRows(IDS, VALUES, jnp.int32(1), V), cast(Any, coalesce)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +105,16 @@ def reduce(group: Group, rows: Any = None, **options: Any) -> SparseRows:
     [
         ({"rows": (IDS, VALUES)}, TypeError, "rows must be SparseRows, got tuple"),
         ({"rows": VALUES}, TypeError, "rows must be SparseRows, got float32[5,3]"),
-        ({"rows": SparseRows(IDS[None], VALUES, jnp.int32(1), V)}, ValueError, "indices must have shape [N]"),
-        ({"rows": SparseRows(IDS, VALUES[0], jnp.int32(1), V)}, ValueError, "values must have shape [N, D]"),
-        ({"rows": SparseRows(IDS, VALUES[1:], jnp.int32(1), V)}, ValueError, "values must have as many rows as"),
-        ({"rows": SparseRows(IDS * 1.0, VALUES, jnp.int32(1), V)}, TypeError, "indices must be of dtype int32, int"),
-        ({"rows": SparseRows(IDS, IDS[:, None], jnp.int32(1), V)}, TypeError, "values must be of dtype bfloat16"),
-        ({"rows": SparseRows(IDS, VALUES[:, :0], jnp.int32(1), V)}, ValueError, "values must have at least one col"),
-        ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 0)}, ValueError, "num_rows must be at least 1, got 0"),
-        ({"rows": SparseRows(IDS, VALUES, jnp.int32(1), 2**31)}, ValueError, "num_rows must be below 2**31"),
-        ({"rows": SparseRows(IDS, VALUES, IDS, V)}, ValueError, "count must have shape [] = ()"),
-        ({"rows": SparseRows(IDS, VALUES, jnp.float32(1), V)}, TypeError, "count must be of dtype int32, got flo"),
+        ({"rows": replace(ONE, indices=IDS[None])}, ValueError, "indices must have shape [N]"),
+        ({"rows": replace(ONE, values=VALUES[0])}, ValueError, "values must have shape [N, D]"),
+        ({"rows": replace(ONE, values=VALUES[1:])}, ValueError, "values must have as many rows as"),
+        ({"rows": replace(ONE, indices=IDS * 1.0)}, TypeError, "indices must be of dtype int32, int"),
+        ({"rows": replace(ONE, values=IDS[:, None])}, TypeError, "values must be of dtype bfloat16"),
+        ({"rows": replace(ONE, values=VALUES[:, :0])}, ValueError, "values must have at least one col"),
+        ({"rows": replace(ONE, num_rows=0)}, ValueError, "num_rows must be at least 1, got 0"),
+        ({"rows": replace(ONE, num_rows=2**31)}, ValueError, "num_rows must be below 2**31"),
+        ({"rows": replace(ONE, count=IDS)}, ValueError, "count must have shape [] = ()"),
+        ({"rows": replace(ONE, count=jnp.float32(1))}, TypeError, "count must be of dtype int32, got flo"),
         ({"rows": replace(ROWS, ignored=IDS)}, ValueError, "ignored must have shape [] = ()"),
         ({"rows": replace(ROWS, dropped=None)}, TypeError, "dropped must be an array, got NoneType"),
         ({"rows": replace(ROWS, dropped=jnp.uint32(1))}, TypeError, "dropped must be of dtype int32, got uint32"),
@@ -155,16 +139,25 @@ def test_where_it_may_be_called(implementation: Implementation, group: Group) ->
         reduce(group, implementation=implementation)
 
 
-ONE, add_up = SparseRows(IDS, VALUES, jnp.int32(1), V), cast(Any, coalesce)
 REFUSED: list[tuple[Any, str]] = [
     (lambda: wrongly.from_entries([1], VALUES[:1], num_rows=V), "SparseRows: indices must be an array, got list"),
     (lambda: wrongly.from_entries(IDS, 1.0, num_rows=V), "SparseRows: values must be an array, got float"),
     (lambda: wrongly.from_bcoo(VALUES), "SparseRows.from_bcoo: matrix must be BCOO, got float32[5,3]"),
     (lambda: wrongly.from_bcoo(BCOO.fromdense(jnp.eye(3))), "SparseRows.from_bcoo: matrix must have n_batch, n_sparse"),
+    (
+        lambda: embedding.add(ROWS, replace(ROWS, values=VALUES[:, :2])),
+        "add: b must be of a table of 12 x 3 as a is, got 12 x 2",
+    ),
+    (lambda: embedding.add(ROWS, VALUES), "add: b must be SparseRows, got float32[5,3]"),
+    (lambda: embedding.scale(ROWS, cast(Any, None)), "scale: factor must be a number, got NoneType"),
+    (
+        lambda: embedding.global_norm(VALUES, axis_name="ep"),
+        "global_norm: must be called inside jax.shard_map over axis 'ep'",
+    ),
     (lambda: add_up((IDS, VALUES)), "coalesce: rows must be SparseRows, got tuple"),
     (lambda: add_up(ONE, capacity=0), "coalesce: capacity must be at least 1, got 0"),
     (lambda: add_up(ONE, capacity=2**31), "coalesce: capacity must be below 2**31, got 2147483648"),
-    (lambda: add_up(SparseRows(IDS, VALUES > 0, jnp.int32(1), V)), "coalesce: values must be of dtype"),
+    (lambda: add_up(replace(ONE, values=VALUES > 0)), "coalesce: values must be of dtype"),
     (lambda: replace(ONE, indices=IDS * 1.0).todense(), "SparseRows.todense: indices must be of dtype int32, int64"),
     (lambda: jax.tree.map(lambda x: x[None], ONE).to_bcoo(), "SparseRows.to_bcoo: indices must have shape [N], got (1"),
 ]
@@ -174,10 +167,6 @@ REFUSED: list[tuple[Any, str]] = [
 def test_what_is_refused(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}"):
         call()
-
-
-def test_coalesce_of_nothing() -> None:
-    assert coalesce(SparseRows(IDS[:0], VALUES[:0], jnp.int32(0), V)).indices.shape == (0,)
 
 
 def on_ranks(function: Callable[[Any], Any], check_vma: bool) -> Callable[[Any], Any]:
@@ -204,10 +193,6 @@ def test_arithmetic_on_leaves_is_refused(name: str) -> None:
             refused(ROWS)
 
 
-def placed(g: SparseRows) -> SparseRows:
-    return jax.device_put(g, NamedSharding(helpers.mesh_of(ep=1), P()))
-
-
 PASSED: dict[str, Callable[[SparseRows], SparseRows]] = {
     "jit": jax.jit(lambda g: g),
     "carry": lambda g: jax.lax.scan(lambda c, _: (coalesce(coalesce(c)), None), coalesce(g), length=2)[0],
@@ -217,7 +202,7 @@ PASSED: dict[str, Callable[[SparseRows], SparseRows]] = {
     "vmap": lambda g: jax.tree.map(lambda x: x[1], jax.vmap(lambda x: rows_of(g.values + x))(jnp.arange(2) - 1.0)),
     "shard_map": on_ranks(lambda g: g, True),
     "varying": on_ranks(lambda g: jax.lax.psum(jax.lax.pcast(g, "ep", to="varying").values, "ep") * 0 + g.values, True),
-    "device_put": placed,
+    "device_put": lambda g: jax.device_put(g, NamedSharding(helpers.mesh_of(ep=1), P())),
     "remat": lambda g: jax.checkpoint(lambda x: rows_of(x))(g.values),
     "vjp": lambda g: rows_of(jax.vjp(lambda x: x.values, g)[1](g.values)[0].values),
     "grad": lambda g: rows_of(jax.grad(lambda x: jnp.sum(x.values**2) / 2, allow_int=True)(g).values),
@@ -233,11 +218,10 @@ def half_of_squares(rows: SparseRows) -> jax.Array:
     return jnp.sum(rows.values**2) / 2
 
 
-def cotangent_of(rows: SparseRows, cotangent: jax.Array) -> tuple[SparseRows]:
-    return (SparseRows(None, cotangent * rows.values, None, V, None, None, None),)  # type: ignore[arg-type]
-
-
-half_of_squares.defvjp(lambda rows: (half_of_squares(rows), rows), cotangent_of)
+half_of_squares.defvjp(
+    lambda rows: (half_of_squares(rows), rows),
+    lambda rows, cotangent: (wrongly(None, cotangent * rows.values, None, V, None, None, None),),
+)
 
 
 def exported(leaves: list[jax.Array]) -> Any:
@@ -287,10 +271,6 @@ def test_sums_are_those_of_dense_gradients(rng: Rng) -> None:
     assert int(again.ignored) == outside + int(a["table"].count_outside())
     small = embedding.add(a["table"], b["table"], capacity=2, on_overflow="drop")
     assert int(small.dropped) == int(total["table"].count) - 2
-    with pytest.raises(ValueError, match=r"^add: b must be of a table of 12 x 3 as a is, got 12 x 2$"):
-        embedding.add(ROWS, SparseRows.from_entries(IDS, VALUES[:, :2], num_rows=V))
-    with pytest.raises(TypeError, match=r"^add: b must be SparseRows, got float32\[5,3\]$"):
-        embedding.add(ROWS, VALUES)
 
 
 def test_accumulation_in_a_scan(rng: Rng) -> None:
@@ -306,7 +286,7 @@ def test_accumulation_in_a_scan(rng: Rng) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_multiples_and_norms(rng: Rng, dtype: Any) -> None:
     rows, bias = draw(rng, 30, dtype), jnp.asarray(rng.standard_normal(4))
-    whole = dense(np.asarray(rows.indices)[:-1], helpers.wide(rows.values)[:-1], V)
+    whole = cases.dense(np.asarray(rows.indices)[:-1], np.asarray(rows.values)[:-1], V)
     norm = np.sqrt(np.sum(whole**2) + np.sum(np.asarray(bias) ** 2))
     tree = (rows, bias)
     global_norm = jax.jit(embedding.global_norm)
@@ -322,8 +302,6 @@ def test_multiples_and_norms(rng: Rng, dtype: Any) -> None:
         np.testing.assert_allclose(clipped_bias, expected[1], rtol=1e-5)
     np.testing.assert_allclose(embedding.scale(bias, 2**31), np.asarray(bias) * 2.0**31, rtol=1e-6)
     np.testing.assert_array_equal(embedding.clip_by_global_norm(bias, 2**31), bias)
-    with pytest.raises(TypeError, match=r"^scale: factor must be a number, got NoneType$"):
-        embedding.scale(rows, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -332,9 +310,7 @@ def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
     size, limit = 2, 0.5
     ids = rng.integers(0, V, (size, 5)).astype(np.int32)
     values, bias = rng.standard_normal((5, D)).astype(np.float32), np.array([3, 4], np.float32)
-    sums = np.zeros((size, V, D))
-    for rank in range(size):
-        np.add.at(sums[rank], ids[rank], values)
+    sums = np.stack([cases.dense(own, values, V) for own in ids])
     of_ranks = np.sum(sums**2, axis=(1, 2))
     norm = np.sqrt(of_ranks.sum() + np.sum(bias**2) * (1 if check_vma else size))
 
@@ -356,22 +332,14 @@ def test_norms_over_ranks(rng: Rng, check_vma: bool) -> None:
         message = r"^clip_by_global_norm: axis_name must be given, as tree varies over the mesh axes \('ep',\): "
         with pytest.raises(ValueError, match=message):
             on_ranks(None)
-    with pytest.raises(ValueError, match=r"^global_norm: must be called inside jax\.shard_map over axis 'ep'"):
-        embedding.global_norm(bias, axis_name="ep")
 
 
-OVERFLOWING: dict[str, Callable[..., SparseRows]] = {
-    "add": lambda rows, **options: embedding.add(rows, rows_of(VALUES), **options),
-    "coalesce": coalesce,
-}
-
-
-@pytest.mark.parametrize("op", OVERFLOWING)
-def test_an_overflow(op: str) -> None:
+@pytest.mark.parametrize(("op", "reduced"), [("add", partial(embedding.add, ROWS)), ("coalesce", coalesce)])
+def test_an_overflow(op: str, reduced: Callable[..., SparseRows]) -> None:
     """The program fails; where groups are open, whose other ranks may go on, `check` raises the typed error."""
 
     def run(values: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
-        rows = OVERFLOWING[op](rows_of(values), capacity=1, **options)
+        rows = reduced(rows_of(values), capacity=1, **options)
         return rows.values, rows.dropped[None]
 
     message = f"{op}: the result needs 2 rows but capacity is 1; raise the capacity or pass on_overflow='drop'"
@@ -398,8 +366,7 @@ def test_strict_promotion_of_wide_operands() -> None:
         assert (total.indices.dtype, total.values.dtype) == (np.int64, jnp.bfloat16)
         table = jnp.zeros((V, D), jnp.bfloat16)
         for optimizer in (embedding.rowwise_adagrad(np.float64(0.1)), embedding.by_rows(optax.sgd(0.1))):
-            updates, _ = optimizer.update(total, optimizer.init(table), table)
-            table = embedding.apply_updates(table, updates)
+            table, _ = stepped(optimizer, False, table, optimizer.init(table), total)
         stacked = embedding.stacked_ids(IDS, np.int64(V))
         bags = embedding.bag(embedding.lookup(table, IDS), IDS, combiner="mean", bag_of=IDS, num_bags=V)
         dense = total.todense()
