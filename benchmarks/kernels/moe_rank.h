@@ -39,6 +39,17 @@ struct Rank {
   CombineArgs combine{}, with_scalars{};
   int device{};
   cudaStream_t stream{};
+  std::vector<void*> owned;
+
+  template <class T>
+  T* own(T* memory) {
+    owned.push_back(memory);
+    return memory;
+  }
+  template <class T>
+  T* array(size_t count) {
+    return own(device_array<T>(count));
+  }
 };
 
 inline Rank make_rank(const Shape& s, int rank, int ranks) {
@@ -61,25 +72,25 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dtype = DType::bfloat16;
   d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
   d.capacity = capacity, d.alignment = 1, d.zero_unused = false;  // as in a layer
-  d.tokens = reinterpret_cast<char*>(upload(r.tokens));
-  d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
-  d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
-  d.targets = device_array<int32_t>(r.ids.size()), d.row_of = device_array<int32_t>(table);
-  d.weights = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
-  d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
-  d.route_scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
-  d.landing = device_array<char>(ranks * s.tokens * row);
+  d.tokens = reinterpret_cast<char*>(r.own(upload(r.tokens)));
+  d.expert_ids = r.own(upload(r.ids)), d.token_weights = r.own(upload(r.weights));
+  d.rows = r.array<char>(capacity * row), d.group_sizes = r.array<int32_t>(local);
+  d.targets = r.array<int32_t>(r.ids.size()), d.row_of = r.array<int32_t>(table);
+  d.weights = r.array<float>(table), d.counts = r.array<int32_t>(ranks * local);
+  d.dropped = r.array<int32_t>(1), d.invalid = r.array<int32_t>(1);
+  d.route_scratch = r.array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
+  d.landing = r.array<char>(ranks * s.tokens * row);
   d.by_assignments = routes_by_assignments(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
   r.dispatch_float8 = d;
   r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;
   r.float8_rows = d;
   r.float8_rows.wire = Wire::float8_rows;
-  r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
+  r.float8_rows.scales = r.array<float>(size_t{1} * capacity * (s.hidden / 128));
 
   r.not_expanded = d;
   r.not_expanded.expand = false, r.not_expanded.eager = s.tokens;
-  r.not_expanded.rows = device_array<char>(ranks * s.tokens * row);
-  r.not_expanded.indices = device_array<int32_t>(capacity);
+  r.not_expanded.rows = r.array<char>(ranks * s.tokens * row);
+  r.not_expanded.indices = r.array<int32_t>(capacity);
 
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
@@ -92,36 +103,15 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   c.dtype = DType::bfloat16;
   c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
   c.rows = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
-  c.combined = device_array<char>(s.tokens * row);
-  c.landing = device_array<char>(ranks * s.tokens * row);
+  c.combined = r.array<char>(s.tokens * row);
+  c.landing = r.array<char>(ranks * s.tokens * row);
   r.with_scalars = c;
-  r.with_scalars.scalars = device_array<float>(table), r.with_scalars.returned = device_array<float>(r.ids.size());
+  r.with_scalars.scalars = r.array<float>(table), r.with_scalars.returned = r.array<float>(r.ids.size());
   CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
   return r;
 }
 
 inline void release(Rank& r) {
-  const DispatchArgs& d = r.dispatch;
-  const void* all[] = {d.tokens,
-                       d.expert_ids,
-                       d.token_weights,
-                       d.rows,
-                       d.group_sizes,
-                       d.targets,
-                       d.row_of,
-                       d.weights,
-                       d.counts,
-                       d.dropped,
-                       d.invalid,
-                       d.route_scratch,
-                       d.landing,
-                       r.combine.combined,
-                       r.combine.landing,
-                       r.float8_rows.scales,
-                       r.not_expanded.rows,
-                       r.not_expanded.indices,
-                       r.with_scalars.scalars,
-                       r.with_scalars.returned};
-  for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
+  for (void* each : r.owned) CHECK(cudaFree(each));
   CHECK(cudaStreamDestroy(r.stream));
 }
