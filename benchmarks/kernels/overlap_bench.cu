@@ -138,15 +138,11 @@ Counts checked_counts(OpKind op, int ranks) {
 
 void check_all(Group& group) {
   const int ranks = group.size();
+  const std::vector<Shape> shapes{{128 * ranks, 64, 256},  {8 * ranks, 64, 64},      {256 * ranks, 128, 512},
+                                  {66 * ranks, 72, 136},   {333 * ranks, 200, 264},  {64 * ranks, 1096, 328},
+                                  {16 * ranks, 1096, 328}, {1354 * ranks, 512, 1408}};
   for (const OpKind op : kOps)
-    for (const Shape shape : {Shape{128 * ranks, 64, 256},
-                              {8 * ranks, 64, 64},
-                              {256 * ranks, 128, 512},
-                              {66 * ranks, 72, 136},
-                              {333 * ranks, 200, 264},
-                              {64 * ranks, 1096, 328},
-                              {16 * ranks, 1096, 328},
-                              {1354 * ranks, 512, 1408}})
+    for (const Shape& shape : shapes)
       for (const bool transpose_rhs : {false, true})
         for (const DType dtype : {DType::bfloat16, DType::float32}) {
           if (transpose_rhs && dtype == DType::float32) continue;
