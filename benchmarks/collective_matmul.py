@@ -4,7 +4,6 @@ Hidden is the part of the shorter of product and collective that takes no time o
 the op takes than its product.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -131,18 +130,12 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
 
 
-def cases(run: Run) -> list[Case]:
-    return CPU_CASES if run.on_cpu else CASES
-
-
-def notes(run: Run) -> list[str]:
-    dtype = "float32, plain loops" if run.on_cpu else "bfloat16"
-    each = f"per call inside one jitted loop, median of {run.options.repeats} loops; shapes are of one rank's product"
-    return [f"{dtype}; {each}", run.heat]
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, help="how many [all]")
-
-
-BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", products=True)
+BENCH = Bench(
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else CASES,
+    rows,
+    lambda run: [f"{'float32, plain loops' if run.on_cpu else 'bfloat16'}; shapes are of one rank's product"],
+    lambda parser: parser.add_argument("--devices", type=int, help="how many [all]"),
+    quick="fewer shapes",
+    products=True,
+)

@@ -159,17 +159,18 @@ def by_torch(case: Case, drawn: tuple[np.ndarray, ...], some: np.ndarray, wanted
         return statistics.median(asked)
 
 
-def cases(run: Run) -> list[Any]:
-    return CPU_CASES if run.on_cpu else GPU_CASES
-
-
-def notes(run: Run) -> Iterator[str]:
-    yield f"per step inside one jitted loop, table and states donated, in turns, median of {run.options.repeats} loops"
-    yield "gradient alone: with a row for each id, which `step` on a GPU does not compute"
-    yield "torch: EmbeddingBag(sparse=True) and SparseAdam, by the host's clock, after the others"
-    yield run.heat
-
-
+NOTES = (
+    "table and states are donated",
+    "gradient alone: with a row for each id, which `step` on a GPU does not compute",
+    "torch: EmbeddingBag(sparse=True) and SparseAdam, by the host's clock, after the others",
+)
 BENCH = Bench(
-    __doc__, cases, rows, notes, quick="fewer shapes", products=True, open=lambda _: None, packages=("optax", "torch")
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
+    rows,
+    lambda run: NOTES,
+    quick="fewer shapes",
+    products=True,
+    open=lambda _: None,
+    packages=("optax", "torch"),
 )

@@ -263,9 +263,7 @@ def cases(run: Run) -> Iterator[LayerCase]:
 
 
 def notes(run: Run) -> Iterator[str]:
-    yield f"bfloat16; per call inside one jitted loop, median of {run.options.repeats} loops, all in turns"
-    yield run.heat
-    yield f"{PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients"
+    yield f"bfloat16; {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients"
     yield f"exposed: what a pass takes longer than its {PRODUCTS}; {PADDED}: XLA's exchange around the same {PRODUCTS}"
     yield "MiB: what a step of a rank holds at its peak beside its operands, results included"
     if run.options.round_tokens:

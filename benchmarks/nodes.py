@@ -203,7 +203,6 @@ def notes(run: Run) -> Iterator[str]:
     yield "B: tokens of a rank that have room on the way to each node"
     yield "bytes: what a rank sends to other nodes, and takes from them, per token, in the compiled programs"
     yield "least: a row for each token and other node that needs it"
-    yield f"us per call in one jitted loop, median of {run.options.repeats}"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

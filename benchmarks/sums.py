@@ -113,13 +113,11 @@ def rows(case: Coalesced | Gathered, run: Run) -> Iterator[Row]:
     }
 
 
-def cases(run: Run) -> list[Any]:
-    return CPU_CASES if run.on_cpu else GPU_CASES
-
-
-def notes(run: Run) -> Iterator[str]:
-    yield f"per call inside one jitted loop, both in turns, median of {run.options.repeats} loops"
-    yield run.heat
-
-
-BENCH = Bench(__doc__, cases, rows, notes, quick="fewer shapes", products=True, open=lambda _: None)
+BENCH = Bench(
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
+    rows,
+    quick="fewer shapes",
+    products=True,
+    open=lambda _: None,
+)
