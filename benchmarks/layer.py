@@ -18,7 +18,7 @@ from jax_ep.lax import ragged_dot
 from . import moe
 from .formulations import Formulation, jax_ep_ops, result_and_gradients
 from .in_jit_loop import AXIS, CarryingLoop, Loop, Program, check_alike, compile_all, compile_loops, draw, on_ranks
-from .moe_cases import SEED, Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
+from .moe_cases import MODELS, SEED, Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
 from .runner import Bench, Row, Run
 
 OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
@@ -29,22 +29,9 @@ GPT_OSS = "jax_ep, biases and the unit of GPT-OSS"
 LOOP_SECONDS = 0.02  # an execution
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
 
-MODELS = [
-    Model("V3", Shape(4096, 7168, 8, 256, "bfloat16"), 2048),
-    Model("Qwen3-30B", Shape(8192, 2048, 8, 128, "bfloat16"), 768),
-    Model("Qwen3-Next", Shape(8192, 2048, 10, 512, "bfloat16"), 512),
-    Model("Mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
-    Model("GPT-OSS", Shape(8192, 2880, 4, 128, "bfloat16"), 2880),
-]
-# With --biases, as many experts as one rank of two has.
-HALVES = [
-    Model("Qwen3-30B half", Shape(8192, 2048, 8, 64, "bfloat16"), 768),
-    Model("GPT-OSS half", Shape(8192, 2880, 4, 64, "bfloat16"), 2880),
-]
-CPU_MODELS = [
-    Model("wide", Shape(32, 128, 2, 8, "bfloat16"), 128),
-    Model("narrow", Shape(32, 128, 4, 16, "bfloat16"), 32),
-]
+# With --biases.
+HALVES = [dataclasses.replace(MODELS[name].halved, name=f"{name} half") for name in ("Qwen3-30B", "GPT-OSS")]
+CPU_MODELS = [Model("wide", Shape(32, 128, 2, 8), 128), Model("narrow", Shape(32, 128, 4, 16), 32)]
 ROUTINGS = ("uniform", "Zipf")
 
 Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, and biases, tokens) of one rank -> [T, H]
@@ -255,7 +242,7 @@ def held(program: Program | None) -> str:
 
 def cases(run: Run) -> Iterator[LayerCase]:
     options = run.options
-    for model in CPU_MODELS if run.on_cpu else HALVES if options.biases else MODELS:
+    for model in CPU_MODELS if run.on_cpu else HALVES if options.biases else MODELS.values():
         shape = model.shape
         sides = {"tokens": options.tokens or shape.tokens, "experts": options.experts or shape.experts}
         for routing in ROUTINGS:

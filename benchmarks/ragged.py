@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_ep
 
 from .in_jit_loop import AXIS, ChainedLoop, Loop, draw
-from .moe_cases import SEED, Case, Shape, make_ids
+from .moe_cases import MODELS, SEED, Case, Shape, make_ids
 from .runner import Bench, Row, Run
 
-GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
-CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
+GPU_CASE = Case(MODELS["V3"].shape)
+CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64))
 
 
 def exchange_plan(case: Case, ranks: int) -> tuple[np.ndarray, ...]:
