@@ -73,11 +73,6 @@ def gradient_of(table: jax.Array, ids: jax.Array, weights: jax.Array, targets: j
     return embedding.sparse_value_and_grad(loss)(table, ids, ids, weights, targets)[1]
 
 
-def values_of_gradient(*operands: jax.Array) -> jax.Array:
-    *given, table = operands
-    return gradient_of(table, *given).values
-
-
 def by_step(optimizer: embedding.RowOptimizer, *operands: Any) -> Carry:
     *given, (table, state) = operands
     return optimizer.step(table, state, gradient_of(table, *given))
@@ -123,7 +118,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     some = np.unique(drawn[0])[:256]
     wanted = np.asarray(after[0][some])
     del after
-    gradient = Loop(values_of_gradient, operands, case.table(), calls)
+    gradient = Loop(lambda *each: gradient_of(each[-1], *each[:-1]).values, operands, case.table(), calls)
     programs: dict[str, Any] = {"gradient alone": compile_loops({"": gradient}, run.mesh)[""]}
     programs |= {name: program(one, operands, start(), calls) for name, one in ways.items()}
     times = run.turns(programs, hot=True)
