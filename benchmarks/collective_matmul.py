@@ -83,12 +83,6 @@ def collective(name: str, b: jax.Array, moved: jax.Array) -> jax.Array:
     return jax.lax.psum(moved, AXIS) if name == "matmul_all_reduce" else jax.lax.psum_scatter(moved, AXIS, tiled=True)
 
 
-def with_collective(
-    op: Op, group: jax_ep.Group, implementation: jax_ep.Implementation, b: jax.Array, a: jax.Array
-) -> jax.Array:
-    return op(a, b, group=group, implementation=implementation)
-
-
 def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
     """What a rank gives the op, the matrix, the rows of the product that it computes, and what the collective moves."""
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
@@ -106,7 +100,7 @@ def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
 def rows(case: Case, run: Run) -> Iterator[Row]:
     group, calls = run.group, calls_between(run.pause, CPU_CALLS if run.on_cpu else CALLS, case.flops)
     own, b, multiplied, moved = draw_operands(case, group)
-    ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("auto", "xla"))
+    ours, xla = (lambda b, a, how=how: OPS[case.op](a, b, group=group, implementation=how) for how in ("auto", "xla"))
     mine, theirs = (on_ranks(op, group.mesh)(b, own) for op in (ours, xla))
     check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(own.dtype).eps))  # of products and sums
     ops: dict[str, tuple[Op, jax.Array]] = {

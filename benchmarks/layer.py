@@ -70,15 +70,6 @@ def ours(group: jax_ep.Group, room: int, precision: Any = None, activation: Any 
     return layer
 
 
-def rounded(layer: Layer, shape: Shape) -> Layer:
-    """`layer` with its rounding of tokens."""
-
-    def one(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
-        return layer(*rounding(shape, ids, weights), *others)
-
-    return one
-
-
 def rounding(shape: Shape, ids: jax.Array, weights: jax.Array) -> jax_ep.nn.Routed:
     how: dict[str, Any] = {"multiple": 8 if jax.default_backend() == "cpu" else 128, "axis_name": AXIS}
     return jax_ep.nn.round_tokens(jax_ep.nn.Routed(ids, weights), shape.top_k, shape.experts, **how)
@@ -106,12 +97,6 @@ def by_exchange(exchange: Formulation) -> Layer:
     return layer
 
 
-def products(
-    sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: jax.Array
-) -> tuple[jax.Array, ...]:
-    return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes), ragged_dot(inner, down, sizes)
-
-
 def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
     """What `layer` returns, and the gradients in all that it takes but ids."""
     return result_and_gradients(partial(layer, ids), cotangent, *others)
@@ -120,10 +105,6 @@ def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array)
 def training_step(layer: Layer) -> Callable[..., Any]:
     """Of what `layer` takes; the tokens serve as cotangent, too."""
     return lambda ids, *others: step(layer, others[-1], ids, *others)
-
-
-def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
-    return on_ranks(lambda *each: tuple(map(quantize_weights, each)), mesh)(*matrices)
 
 
 def draw_biases(model: Model, mesh: Mesh) -> tuple[jax.Array, ...]:
@@ -170,10 +151,17 @@ def loop_of_products(model: Model, room: int, group: jax_ep.Group, operands: tup
     dispatch = jax_ep_ops(group, model.shape.experts, room).dispatch
     rows, sizes, _ = on_ranks(dispatch, group.mesh)(tokens, ids, weights)
 
-    def gated(sizes: jax.Array, rows: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return jax.nn.silu(ragged_dot(rows, gate, sizes)) * ragged_dot(rows, up, sizes)
+    def two(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes)
 
-    inner = on_ranks(gated, group.mesh)(sizes, rows, gate, up)
+    def products(sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: Any) -> Any:
+        return *two(sizes, gate, up, rows), ragged_dot(inner, down, sizes)
+
+    def gated(*operands: jax.Array) -> jax.Array:
+        gate, up = two(*operands)
+        return jax.nn.silu(gate) * up
+
+    inner = on_ranks(gated, group.mesh)(sizes, gate, up, rows)
     return Loop(products, (sizes, gate, up, down, inner), rows, calls)
 
 
@@ -190,7 +178,8 @@ def rows(case: LayerCase, run: Run) -> Iterator[Row]:
     padded = by_exchange(moe.padded_for(of_ids, needed, group))
     ways = {OURS: Way(ours(group, room), tuple(first))}
     if options.float8:  # a step quantizes the matrices itself
-        ways[FLOAT8] = Way(ours(group, room, "float8"), tuple(first), (*first[:2], *quantized(matrices, mesh)))
+        quantized = on_ranks(lambda *each: tuple(map(quantize_weights, each)), mesh)(*matrices)
+        ways[FLOAT8] = Way(ours(group, room, "float8"), tuple(first), (*first[:2], *quantized))
     if options.biases:
         ways[BIASES] = Way(ours(group, room), (*first, *draw_biases(model, mesh)))
     check_layers(ways, padded, tokens, mesh, shape.dtype)
@@ -224,8 +213,12 @@ def way_of_rounded(case: Case, rows: int, room: int, group: jax_ep.Group, matric
     more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
     _, *routed = make_inputs(more, make_ids(Case(more, case.routing), group.size), mesh)
     left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*routed).expert_ids), shape.experts, group.size)
-    layer = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape)
-    return Way(layer, (*routed, *matrices), share=left.rows / rows)
+    layer = ours(group, max(room, -(-left.rows // 128) * 128))
+
+    def rounded(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
+        return layer(*rounding(shape, ids, weights), *others)
+
+    return Way(rounded, (*routed, *matrices), share=left.rows / rows)
 
 
 def half(of: str, over: str, time: float | None, products: float) -> Row:
