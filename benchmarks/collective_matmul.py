@@ -4,7 +4,6 @@ Hidden is the part of the shorter of product and collective that takes no time o
 the op takes than its product.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -84,12 +83,6 @@ def collective(name: str, b: jax.Array, moved: jax.Array) -> jax.Array:
     return jax.lax.psum(moved, AXIS) if name == "matmul_all_reduce" else jax.lax.psum_scatter(moved, AXIS, tiled=True)
 
 
-def with_collective(
-    op: Op, group: jax_ep.Group, implementation: jax_ep.Implementation, b: jax.Array, a: jax.Array
-) -> jax.Array:
-    return op(a, b, group=group, implementation=implementation)
-
-
 def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
     """What a rank gives the op, the matrix, the rows of the product that it computes, and what the collective moves."""
     dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
@@ -107,7 +100,7 @@ def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
 def rows(case: Case, run: Run) -> Iterator[Row]:
     group, calls = run.group, calls_between(run.pause, CPU_CALLS if run.on_cpu else CALLS, case.flops)
     own, b, multiplied, moved = draw_operands(case, group)
-    ours, xla = (partial(with_collective, OPS[case.op], group, implementation) for implementation in ("auto", "xla"))
+    ours, xla = (lambda b, a, how=how: OPS[case.op](a, b, group=group, implementation=how) for how in ("auto", "xla"))
     mine, theirs = (on_ranks(op, group.mesh)(b, own) for op in (ours, xla))
     check_alike(case.op, mine, theirs, 2 * group.size * float(jnp.finfo(own.dtype).eps))  # of products and sums
     ops: dict[str, tuple[Op, jax.Array]] = {
@@ -131,18 +124,12 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
 
 
-def cases(run: Run) -> list[Case]:
-    return CPU_CASES if run.on_cpu else CASES
-
-
-def notes(run: Run) -> list[str]:
-    dtype = "float32, plain loops" if run.on_cpu else "bfloat16"
-    each = f"per call inside one jitted loop, median of {run.options.repeats} loops; shapes are of one rank's product"
-    return [f"{dtype}; {each}", run.heat]
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, help="how many [all]")
-
-
-BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", products=True)
+BENCH = Bench(
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else CASES,
+    rows,
+    lambda run: [f"{'float32, plain loops' if run.on_cpu else 'bfloat16'}; shapes are of one rank's product"],
+    lambda parser: parser.add_argument("--devices", type=int, help="how many [all]"),
+    quick="fewer shapes",
+    products=True,
+)

@@ -11,8 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .model import QWEN3_30B, SMALL, layers, model, open_all, parts_of
+from .model import QWEN3_30B, SMALL, in_turns, layers, model, open_all, parts_of
 from .runner import Bench, Row, Run
 
 SEED = 0
@@ -42,17 +41,6 @@ class Case:
         return self.name
 
 
-def seconds_of(call: Callable[[], Any], repeats: int) -> float:
-    """The median, without the first, which compiles."""
-    jax.block_until_ready(call())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def step_bytes(config: Any, batch: int, context: int, ranks: int) -> float:
     """That a GPU reads in a step: its share of the experts that uniform routing chooses and of the cache, and the
     dense weights."""
@@ -67,18 +55,15 @@ def step_bytes(config: Any, batch: int, context: int, ranks: int) -> float:
 def filled(empty: Any, position: int, sharding: NamedSharding) -> Any:
     """A cache of random numbers."""
 
-    @partial(jax.jit, static_argnums=(1, 2), out_shardings=sharding)
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return jax.random.normal(key, shape, dtype)
-
     leaves, tree = jax.tree.flatten(empty.kept)
     keys = jax.random.split(jax.random.key(SEED), len(leaves))
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)
     kept = [draw(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)]
     return layers.Cache(jax.tree.unflatten(tree, kept), jnp.int32(position))
 
 
 def rows(case: Case, run: Run) -> Iterator[Row]:
-    group, config, repeats = run.group, case.config, run.options.repeats
+    group, config = run.group, case.config
     how = layers.Run(group, dtype=jnp.float32 if run.on_cpu else jnp.bfloat16)
     params = model.for_generation(model.init(jax.random.key(SEED), config, group, how.dtype), config, how)
     key = jax.random.key(SEED)
@@ -86,20 +71,20 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     kind = group.mesh.devices.flat[0].device_kind
     speed = next((speed for word, speed in BYTES_PER_SECOND.items() if word in kind), None)
 
-    def row(what: str, tokens: int, seconds: float, bound: float | None) -> Row:
+    def row(what: str, tokens: int, ms: float, bound: float | None) -> Row:
         return {
             "model": case,
             "what": what,
-            "ms": f"{seconds * 1e3:,.2f}",
-            "tokens/s": f"{tokens / seconds:,.0f}",
-            "of the bound by bytes": f"{bound / seconds:.2f}" if bound else "-",
+            "ms": f"{ms:,.2f}",
+            "tokens/s": f"{tokens / ms * 1e3:,.0f}",
+            "of the bound by bytes": f"{bound / ms:.2f}" if bound else "-",
         }
 
     for length in case.prompts:
         prefill, _ = model.decoder(config, how, length)
         ids = jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
-        seconds = seconds_of(lambda run=prefill, ids=ids: run(params, ids, key)[0], repeats)
-        yield row(f"prefill, 1 x {length:,}", length, seconds, None)
+        times = in_turns({"": lambda run=prefill, ids=ids: run(params, ids, key)[0]}, run.options.repeats, 1)
+        yield row(f"prefill, 1 x {length:,}", length, times[""], None)
 
     def lowered(batch: int) -> tuple[Any, Any]:
         """A step, lowered, and the shapes of its cache."""
@@ -113,7 +98,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     for batch, step, empty in zip(case.batches, steps, empty_caches, strict=True):
         sharding = NamedSharding(group.mesh, how.rows(batch, 1))
         tokens, cache = jnp.zeros(batch, jnp.int32), filled(empty, case.context, sharding)
-        times: list[float] = []
+        steps_ms: list[float] = []
 
         def once(step: Any = step) -> jax.Array:
             nonlocal tokens, cache
@@ -124,13 +109,13 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
             start, last = time.perf_counter(), tokens
             once()
             np.asarray(last)  # all that the host reads
-            times.append(time.perf_counter() - start)
+            steps_ms.append((time.perf_counter() - start) * 1e3)
         name = f"decode, batch {batch} behind {case.context:,}"
         if not run.on_cpu:
             run.note(f"{name}: {parts_of(once, step.as_text() or '')}")
         del cache
-        bound = speed and step_bytes(config, batch, case.context, group.size) / speed
-        yield row(name, batch, statistics.median(times[2:]), bound)
+        bound = speed and step_bytes(config, batch, case.context, group.size) / speed * 1e3
+        yield row(name, batch, statistics.median(steps_ms[2:]), bound)
 
 
 def cases(run: Run) -> list[Case]:

@@ -245,7 +245,7 @@ def notes(run: Run) -> list[str]:
 
 def cases(run: Run) -> list[Case]:
     counts = dict.fromkeys((run.options.tokens, FEW_TOKENS))  # once each
-    v3 = [Case(Shape(tokens, 7168, 8, 256, "bfloat16"), quick=True) for tokens in counts]
+    v3 = [Case(Shape(tokens, 7168, 8, 256), quick=True) for tokens in counts]
     return v3 + (AS_ON_EIGHT if run.group.size == 2 else [])
 
 

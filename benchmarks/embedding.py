@@ -73,11 +73,6 @@ def gradient_of(table: jax.Array, ids: jax.Array, weights: jax.Array, targets: j
     return embedding.sparse_value_and_grad(loss)(table, ids, ids, weights, targets)[1]
 
 
-def values_of_gradient(*operands: jax.Array) -> jax.Array:
-    *given, table = operands
-    return gradient_of(table, *given).values
-
-
 def by_step(optimizer: embedding.RowOptimizer, *operands: Any) -> Carry:
     *given, (table, state) = operands
     return optimizer.step(table, state, gradient_of(table, *given))
@@ -123,7 +118,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     some = np.unique(drawn[0])[:256]
     wanted = np.asarray(after[0][some])
     del after
-    gradient = Loop(values_of_gradient, operands, case.table(), calls)
+    gradient = Loop(lambda *each: gradient_of(each[-1], *each[:-1]).values, operands, case.table(), calls)
     programs: dict[str, Any] = {"gradient alone": compile_loops({"": gradient}, run.mesh)[""]}
     programs |= {name: program(one, operands, start(), calls) for name, one in ways.items()}
     times = run.turns(programs, hot=True)
@@ -159,17 +154,18 @@ def by_torch(case: Case, drawn: tuple[np.ndarray, ...], some: np.ndarray, wanted
         return statistics.median(asked)
 
 
-def cases(run: Run) -> list[Any]:
-    return CPU_CASES if run.on_cpu else GPU_CASES
-
-
-def notes(run: Run) -> Iterator[str]:
-    yield f"per step inside one jitted loop, table and states donated, in turns, median of {run.options.repeats} loops"
-    yield "gradient alone: with a row for each id, which `step` on a GPU does not compute"
-    yield "torch: EmbeddingBag(sparse=True) and SparseAdam, by the host's clock, after the others"
-    yield run.heat
-
-
+NOTES = (
+    "table and states are donated",
+    "gradient alone: with a row for each id, which `step` on a GPU does not compute",
+    "torch: EmbeddingBag(sparse=True) and SparseAdam, by the host's clock, after the others",
+)
 BENCH = Bench(
-    __doc__, cases, rows, notes, quick="fewer shapes", products=True, open=lambda _: None, packages=("optax", "torch")
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
+    rows,
+    lambda run: NOTES,
+    quick="fewer shapes",
+    products=True,
+    open=lambda _: None,
+    packages=("optax", "torch"),
 )

@@ -18,7 +18,7 @@ from jax_ep.lax import ragged_dot
 from . import moe
 from .formulations import Formulation, jax_ep_ops, result_and_gradients
 from .in_jit_loop import AXIS, CarryingLoop, Loop, Program, check_alike, compile_all, compile_loops, draw, on_ranks
-from .moe_cases import SEED, Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
+from .moe_cases import MODELS, SEED, Case, Matrices, Model, Shape, capacity, load, make_ids, make_inputs, make_operands
 from .runner import Bench, Row, Run
 
 OURS, PADDED, PRODUCTS = "jax_ep", "padded all_to_all", "products"
@@ -29,22 +29,9 @@ GPT_OSS = "jax_ep, biases and the unit of GPT-OSS"
 LOOP_SECONDS = 0.02  # an execution
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 6e14, 4e12  # roughly what an H200 does: it only chooses how many calls a loop has
 
-MODELS = [
-    Model("V3", Shape(4096, 7168, 8, 256, "bfloat16"), 2048),
-    Model("Qwen3-30B", Shape(8192, 2048, 8, 128, "bfloat16"), 768),
-    Model("Qwen3-Next", Shape(8192, 2048, 10, 512, "bfloat16"), 512),
-    Model("Mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
-    Model("GPT-OSS", Shape(8192, 2880, 4, 128, "bfloat16"), 2880),
-]
-# With --biases, as many experts as one rank of two has.
-HALVES = [
-    Model("Qwen3-30B half", Shape(8192, 2048, 8, 64, "bfloat16"), 768),
-    Model("GPT-OSS half", Shape(8192, 2880, 4, 64, "bfloat16"), 2880),
-]
-CPU_MODELS = [
-    Model("wide", Shape(32, 128, 2, 8, "bfloat16"), 128),
-    Model("narrow", Shape(32, 128, 4, 16, "bfloat16"), 32),
-]
+# With --biases.
+HALVES = [dataclasses.replace(MODELS[name].halved, name=f"{name} half") for name in ("Qwen3-30B", "GPT-OSS")]
+CPU_MODELS = [Model("wide", Shape(32, 128, 2, 8), 128), Model("narrow", Shape(32, 128, 4, 16), 32)]
 ROUTINGS = ("uniform", "Zipf")
 
 Layer = Callable[..., jax.Array]  # (ids, weights, gate, up, down, and biases, tokens) of one rank -> [T, H]
@@ -83,15 +70,6 @@ def ours(group: jax_ep.Group, room: int, precision: Any = None, activation: Any 
     return layer
 
 
-def rounded(layer: Layer, shape: Shape) -> Layer:
-    """`layer` with its rounding of tokens."""
-
-    def one(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
-        return layer(*rounding(shape, ids, weights), *others)
-
-    return one
-
-
 def rounding(shape: Shape, ids: jax.Array, weights: jax.Array) -> jax_ep.nn.Routed:
     how: dict[str, Any] = {"multiple": 8 if jax.default_backend() == "cpu" else 128, "axis_name": AXIS}
     return jax_ep.nn.round_tokens(jax_ep.nn.Routed(ids, weights), shape.top_k, shape.experts, **how)
@@ -119,12 +97,6 @@ def by_exchange(exchange: Formulation) -> Layer:
     return layer
 
 
-def products(
-    sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: jax.Array
-) -> tuple[jax.Array, ...]:
-    return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes), ragged_dot(inner, down, sizes)
-
-
 def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array) -> Any:
     """What `layer` returns, and the gradients in all that it takes but ids."""
     return result_and_gradients(partial(layer, ids), cotangent, *others)
@@ -133,10 +105,6 @@ def step(layer: Layer, cotangent: jax.Array, ids: jax.Array, *others: jax.Array)
 def training_step(layer: Layer) -> Callable[..., Any]:
     """Of what `layer` takes; the tokens serve as cotangent, too."""
     return lambda ids, *others: step(layer, others[-1], ids, *others)
-
-
-def quantized(matrices: Matrices, mesh: Mesh) -> tuple[Any, ...]:
-    return on_ranks(lambda *each: tuple(map(quantize_weights, each)), mesh)(*matrices)
 
 
 def draw_biases(model: Model, mesh: Mesh) -> tuple[jax.Array, ...]:
@@ -183,10 +151,17 @@ def loop_of_products(model: Model, room: int, group: jax_ep.Group, operands: tup
     dispatch = jax_ep_ops(group, model.shape.experts, room).dispatch
     rows, sizes, _ = on_ranks(dispatch, group.mesh)(tokens, ids, weights)
 
-    def gated(sizes: jax.Array, rows: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-        return jax.nn.silu(ragged_dot(rows, gate, sizes)) * ragged_dot(rows, up, sizes)
+    def two(sizes: jax.Array, gate: jax.Array, up: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ragged_dot(rows, gate, sizes), ragged_dot(rows, up, sizes)
 
-    inner = on_ranks(gated, group.mesh)(sizes, rows, gate, up)
+    def products(sizes: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, inner: jax.Array, rows: Any) -> Any:
+        return *two(sizes, gate, up, rows), ragged_dot(inner, down, sizes)
+
+    def gated(*operands: jax.Array) -> jax.Array:
+        gate, up = two(*operands)
+        return jax.nn.silu(gate) * up
+
+    inner = on_ranks(gated, group.mesh)(sizes, gate, up, rows)
     return Loop(products, (sizes, gate, up, down, inner), rows, calls)
 
 
@@ -203,7 +178,8 @@ def rows(case: LayerCase, run: Run) -> Iterator[Row]:
     padded = by_exchange(moe.padded_for(of_ids, needed, group))
     ways = {OURS: Way(ours(group, room), tuple(first))}
     if options.float8:  # a step quantizes the matrices itself
-        ways[FLOAT8] = Way(ours(group, room, "float8"), tuple(first), (*first[:2], *quantized(matrices, mesh)))
+        quantized = on_ranks(lambda *each: tuple(map(quantize_weights, each)), mesh)(*matrices)
+        ways[FLOAT8] = Way(ours(group, room, "float8"), tuple(first), (*first[:2], *quantized))
     if options.biases:
         ways[BIASES] = Way(ours(group, room), (*first, *draw_biases(model, mesh)))
     check_layers(ways, padded, tokens, mesh, shape.dtype)
@@ -237,8 +213,12 @@ def way_of_rounded(case: Case, rows: int, room: int, group: jax_ep.Group, matric
     more = dataclasses.replace(shape, top_k=shape.top_k + CANDIDATES)
     _, *routed = make_inputs(more, make_ids(Case(more, case.routing), group.size), mesh)
     left = load(np.asarray(on_ranks(partial(rounding, shape), mesh)(*routed).expert_ids), shape.experts, group.size)
-    layer = rounded(ours(group, max(room, -(-left.rows // 128) * 128)), shape)
-    return Way(layer, (*routed, *matrices), share=left.rows / rows)
+    layer = ours(group, max(room, -(-left.rows // 128) * 128))
+
+    def rounded(ids: jax.Array, weights: jax.Array, *others: jax.Array) -> jax.Array:
+        return layer(*rounding(shape, ids, weights), *others)
+
+    return Way(rounded, (*routed, *matrices), share=left.rows / rows)
 
 
 def half(of: str, over: str, time: float | None, products: float) -> Row:
@@ -255,7 +235,7 @@ def held(program: Program | None) -> str:
 
 def cases(run: Run) -> Iterator[LayerCase]:
     options = run.options
-    for model in CPU_MODELS if run.on_cpu else HALVES if options.biases else MODELS:
+    for model in CPU_MODELS if run.on_cpu else HALVES if options.biases else MODELS.values():
         shape = model.shape
         sides = {"tokens": options.tokens or shape.tokens, "experts": options.experts or shape.experts}
         for routing in ROUTINGS:
@@ -263,9 +243,7 @@ def cases(run: Run) -> Iterator[LayerCase]:
 
 
 def notes(run: Run) -> Iterator[str]:
-    yield f"bfloat16; per call inside one jitted loop, median of {run.options.repeats} loops, all in turns"
-    yield run.heat
-    yield f"{PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients"
+    yield f"bfloat16; {PRODUCTS}: the three of the forward pass on the very rows; step: the result and all gradients"
     yield f"exposed: what a pass takes longer than its {PRODUCTS}; {PADDED}: XLA's exchange around the same {PRODUCTS}"
     yield "MiB: what a step of a rank holds at its peak beside its operands, results included"
     if run.options.round_tokens:

@@ -176,10 +176,10 @@ def cases(run: Run) -> list[Case]:
 def notes(run: Run) -> Iterator[str]:
     by = run.options.by
     core = "by CUDA kernels" if not run.on_cpu and gemm.has_gemm() else "no kernels for products here: XLA multiplies"
-    yield f"{core}; results in bfloat16; per call inside one jitted loop, median of {run.options.repeats} loops"
-    yield run.heat
+    yield f"{core}; results in bfloat16"
     yield f"{DENSE}: one product of as many rows{', in float8 without scales' if by == 'float8' else ''}"
-    yield f"all take turns{f', but {LAX}, in which the GPU rests' if by == 'core' else ''}"
+    if by == "core":
+        yield f"{LAX} has turns of its own, in which the GPU rests"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

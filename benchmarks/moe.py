@@ -140,11 +140,6 @@ def cases(run: Run) -> list[Any]:
     return CASES + AS_ON_EIGHT if run.group.size == 2 else CASES
 
 
-def notes(run: Run) -> list[str]:
-    us = f"us: per call inside one jitted loop, median of {run.options.repeats} loops"
-    return [us, "remote bytes: deduplicated, of the busiest rank"]
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", action="store_true", help="ops and layer by the number of tokens, from one to many")
 
@@ -153,7 +148,7 @@ BENCH = Bench(
     __doc__,
     cases,
     rows,
-    notes,
+    lambda run: [] if run.options.sweep else ["remote bytes: deduplicated, of the busiest rank"],
     arguments,
     quick="uniform T=128 and T=4096; of the sweep, the tokens and ops of decoding",
 )

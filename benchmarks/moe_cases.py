@@ -19,7 +19,7 @@ class Shape:
     hidden: int
     top_k: int
     experts: int
-    dtype: str
+    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
         return f"T={self.tokens}, H={self.hidden}, top-{self.top_k} of {self.experts}, {self.dtype}"
@@ -40,6 +40,11 @@ class Model:
     @property
     def flops_per_row(self) -> float:
         return 6.0 * self.shape.hidden * self.width
+
+    @property
+    def halved(self) -> "Model":
+        """With as many experts as one rank of two has."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, experts=self.shape.experts // 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,23 +71,34 @@ class Load:
 Inputs = tuple[jax.Array, jax.Array, jax.Array]  # tokens, ids and weights of all ranks
 Matrices = tuple[jax.Array, jax.Array, jax.Array]  # gate, up, down of all experts
 
-_LARGE = Shape(4096, 7168, 8, 256, "bfloat16")
+MODELS = {
+    model.name: model
+    for model in (
+        Model("V3", Shape(4096, 7168, 8, 256), 2048),
+        Model("Qwen3-30B", Shape(8192, 2048, 8, 128), 768),
+        Model("Qwen3-Next", Shape(8192, 2048, 10, 512), 512),
+        Model("Mixtral", Shape(8192, 4096, 2, 8), 14336),
+        Model("GPT-OSS", Shape(8192, 2880, 4, 128), 2880),
+    )
+}
+
+_LARGE = MODELS["V3"].shape
 _SMALL = (16, 32, 64, 128, 256, 512, 1024)
 _OTHERS = ((8, 2, 6144), (64, 6, 2048), (128, 4, 2880), (128, 8, 4096))
-_TINY = Shape(64, 256, 2, 16, "bfloat16")
+_TINY = Shape(64, 256, 2, 16)
 
 CASES = [
     *(Case(dataclasses.replace(_LARGE, tokens=tokens), quick=tokens == 128) for tokens in _SMALL),
     Case(_LARGE, quick=True, few_sms=(16, 24)),
-    *(Case(Shape(tokens, 2048, 8, 128, "bfloat16"), few_sms=(24,)) for tokens in (8192, 32_768)),
+    *(Case(Shape(tokens, 2048, 8, 128), few_sms=(24,)) for tokens in (8192, 32_768)),
     Case(dataclasses.replace(_LARGE, tokens=8192)),
-    *(Case(Shape(4096, hidden, top_k, experts, "bfloat16")) for experts, top_k, hidden in _OTHERS),
+    *(Case(Shape(4096, hidden, top_k, experts)) for experts, top_k, hidden in _OTHERS),
     Case(_LARGE, "Zipf"),
     Case(_LARGE, "all-to-one"),
 ]
 # On two ranks: as many rows an expert as on eight, and nearly as many rows a token and rank.
 AS_ON_EIGHT = [
-    Case(Shape(tokens, hidden, 2, experts, "bfloat16"), few_sms=(32, 24, 16), name=f"as on 8, {name}: ")
+    Case(Shape(tokens, hidden, 2, experts), few_sms=(32, 24, 16), name=f"as on 8, {name}: ")
     for name, tokens, hidden, experts in (
         ("Qwen3-30B", 32_768, 2048, 32),
         ("Qwen3-Next", 40_960, 2048, 128),

@@ -21,14 +21,13 @@ from jax_ep.ops.moe.types import NodeRouting
 
 from .collective_bytes import to_other_nodes
 from .in_jit_loop import Loop, on_ranks
-from .layer import MODELS
-from .moe_cases import SEED, Case, Model, Shape, capacity, load, make_operands
+from .moe_cases import MODELS, SEED, Case, Model, Shape, capacity, load, make_operands
 from .node_model import Exchange, planned, rows as model_rows
 from .runner import Bench, Row, Run
 
 AXES = ("node", "ep")
-V3 = MODELS[0]
-SMALL = Model("small", Shape(512, 2048, 8, 64, "bfloat16"), 512)
+V3 = MODELS["V3"]
+SMALL = Model("small", Shape(512, 2048, 8, 64), 512)
 TINY = Model("tiny", Shape(64, 256, 2, 16, "float32"), 32)  # XLA on a CPU sends 16-bit values as float32
 GPUS_OF_A_HOST = 8
 
@@ -203,7 +202,6 @@ def notes(run: Run) -> Iterator[str]:
     yield "B: tokens of a rank that have room on the way to each node"
     yield "bytes: what a rank sends to other nodes, and takes from them, per token, in the compiled programs"
     yield "least: a row for each token and other node that needs it"
-    yield f"us per call in one jitted loop, median of {run.options.repeats}"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

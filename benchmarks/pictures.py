@@ -7,18 +7,13 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
+from .moe_cases import MODELS
+from .peers.shapes import SHAPES, TINY
+
 Find = Callable[..., list[str]]  # report.find
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 BLUE, ORANGE, GREY, INK = "#3b6fb6", "#d9822b", "#9aa5b1", "#1f2933"
-
-_LAYERS = {  # as the column "layer" of results has them
-    "V3": ("T=4096, H=7168, F=2048, top-8 of", 256, 128),
-    "Qwen3-30B": ("T=8192, H=2048, F=768, top-8 of", 128, 64),
-    "Mixtral": ("T=8192, H=4096, F=14336, top-2 of", 8, 4),
-    "GPT-OSS": ("T=8192, H=2880, F=2880, top-4 of", 128, 64),
-}
-_PEER_SHAPES = ("v3-half", "gpt-oss-half", "qwen3-30b-half", "qwen3-30b-32k", "mixtral", "sonic-120b")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:
@@ -63,8 +58,8 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float]], form: str, mark:
 def layers(find: Find) -> str:
     groups: dict[str, dict[str, float]] = {}
     for gpus in (2, 1):
-        for model, (shape, *experts) in _LAYERS.items():
-            layer = f"{model}, {shape} {experts[2 - gpus]}, uniform"
+        for model in ("V3", "Qwen3-30B", "Mixtral", "GPT-OSS"):
+            layer = f"{MODELS[model] if gpus == 2 else MODELS[model].halved}, uniform"
             for name, of_it in (("jax_ep", "jax_ep"), ("padded all_to_all of XLA", "padded all_to_all")):
                 (ratio,) = find(f"{gpus} H200", {"layer": layer, "of it": of_it}, ["of products"])
                 groups.setdefault(f"{model}, {gpus} H200", {})[name] = float(ratio)
@@ -75,7 +70,7 @@ def layers(find: Find) -> str:
 def peers(find: Find) -> str:
     names = ("jax_ep", "sonic", "torch_grouped_mm", "dense")
     groups: dict[str, dict[str, float]] = {}
-    for shape in _PEER_SHAPES:
+    for shape in [name for name in SHAPES if name != TINY]:
         cells = find("1 H200", {"shape": shape, "quantity": "step, us (TFLOP/s)"}, names)
         *times, products = (float(cell.split()[0].replace(",", "")) for cell in cells)
         groups[shape] = {name: time / products for name, time in zip(names, times, strict=False)}

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jax_ep
 
 from .in_jit_loop import AXIS, ChainedLoop, Loop, draw
-from .moe_cases import SEED, Case, Shape, make_ids
+from .moe_cases import MODELS, SEED, Case, Shape, make_ids
 from .runner import Bench, Row, Run
 
-GPU_CASE = Case(Shape(tokens=4096, hidden=7168, top_k=8, experts=256, dtype="bfloat16"))
-CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64, dtype="bfloat16"))
+GPU_CASE = Case(MODELS["V3"].shape)
+CPU_CASE = Case(Shape(tokens=128, hidden=256, top_k=4, experts=64))
 
 
 def exchange_plan(case: Case, ranks: int) -> tuple[np.ndarray, ...]:
@@ -36,10 +36,6 @@ def dense(last: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(last, AXIS, 0, 0, tiled=True)
 
 
-def cases(run: Run) -> list[Case]:
-    return [CPU_CASE if run.on_cpu else GPU_CASE]
-
-
 def rows(case: Case, run: Run) -> Iterator[Row]:
     mesh, ranks, shape = run.mesh, run.group.size, case.shape
     sharding = NamedSharding(mesh, P(AXIS))
@@ -49,6 +45,7 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     sent = draw(mesh, SEED, ranks * shape.tokens * shape.top_k, shape.hidden, dtype=jnp.dtype(shape.dtype))
     empty = jnp.zeros((ranks * room, shape.hidden), shape.dtype, device=sharding)
     operands = (sent, *(jax.device_put(x, sharding) for x in plan))
+    run.note(f"{shape}; remote: what the busiest rank sends to others")
     remote = int((counts.sum(axis=1) - counts.diagonal()).max()) * shape.hidden * jnp.dtype(shape.dtype).itemsize
 
     loops: dict[str, Loop] = {
@@ -61,8 +58,4 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         yield {"exchange": name, "us": f"{time:,.0f}", "remote GB/s": f"{remote / time / 1e3:,.0f}"}
 
 
-def notes(run: Run) -> list[str]:
-    return [f"{cases(run)[0].shape}; remote: what the busiest rank sends to others"]
-
-
-BENCH = Bench(__doc__, cases, rows, notes)
+BENCH = Bench(__doc__, lambda run: [CPU_CASE if run.on_cpu else GPU_CASE], rows)

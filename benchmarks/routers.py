@@ -69,16 +69,4 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
 
 
-def notes(run: Run) -> Iterator[str]:
-    yield f"per call inside one jitted loop, both in turns, median of {run.options.repeats} loops"
-    yield run.heat
-
-
-BENCH = Bench(
-    __doc__,
-    lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
-    rows,
-    notes,
-    products=True,
-    open=lambda _: None,
-)
+BENCH = Bench(__doc__, lambda run: CPU_CASES if run.on_cpu else GPU_CASES, rows, products=True, open=lambda _: None)

@@ -66,25 +66,25 @@ class Run:
 
     def turns(self, programs: Mapping[Name, Program], hot: bool = False, most: int = 1000) -> dict[Name, float]:
         """As `time`, of compiled loops."""
-        hot = hot and not (self.pause or self.on_cpu)
-        times = take_turns(programs, min(self.options.repeats, most), self.pause, hot)
+        hot, loops = hot and not (self.pause or self.on_cpu), min(self.options.repeats, most)
+        times = take_turns(programs, loops, self.pause, hot)
+        self.note(f"us: per call inside one jitted loop, all in turns, median of {loops} loops{self._heat(hot)}")
         if self.opened is not None:
             self.opened.check()
         return times
 
     def note(self, text: str) -> None:
-        """For the end of the table."""
-        self.noted.append(text)
-        log(text)
+        """For the end of the table, once."""
+        if text not in self.noted:
+            self.noted.append(text)
+            log(text)
 
-    @property
-    def heat(self) -> str:
-        """A note on hot loops."""
-        if self.on_cpu:
-            return "cold, on a CPU"
+    def _heat(self, hot: bool) -> str:
         if self.pause:
-            return f"cool: short loops, {self.pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
-        return f"hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
+            return f"; cool: short, {self.pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
+        if hot:
+            return f"; hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
+        return ""
 
 
 def open_all(options: argparse.Namespace) -> jax_ep.Group:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_ep
 from jax_ep import SparseRows
@@ -97,12 +97,6 @@ def load(ids: np.ndarray, num_rows: int) -> Load:
     )
 
 
-def place_entries(ids: np.ndarray, width: int, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
-    """The ids of all ranks one after the other, on their devices, and a row of random values for each."""
-    place = NamedSharding(mesh, P(AXIS))
-    return jax.device_put(ids.reshape(-1), place), draw(mesh, SEED, ids.size, width, dtype=np.float32)
-
-
 def round_up(rows: int) -> int:
     return -(-rows // 128) * 128
 
@@ -144,10 +138,6 @@ def union_and_psum(num_rows: int, capacity: int) -> Formulation:
     return run
 
 
-def dense_psum(table: jax.Array) -> jax.Array:
-    return jax.lax.psum(table, AXIS)
-
-
 def rows(case: Case, run: Run) -> Iterator[Row]:
     """Checks the formulations against each other, and times them."""
     group, shape = run.group, case.shape
@@ -167,7 +157,8 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
     if run.on_cpu:
         replicated = {name: one for name, one in replicated.items() if "pallas" not in name}  # it would be interpreted
-    flat_ids, values = place_entries(ids, shape.width, group.mesh)
+    flat_ids = jax.device_put(ids.reshape(-1), NamedSharding(group.mesh, P(AXIS)))
+    values = draw(group.mesh, SEED, ids.size, shape.width, dtype=np.float32)
     check_equal({name: one for name, (one, _) in replicated.items()}, group, flat_ids, values)
     formulations = replicated | {"jax_ep, sharded": (mine(own_capacity, sharded=True), needed.sharded)}
     calls = 3 if run.on_cpu else 20
@@ -175,7 +166,8 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     received = {name: count for name, (_, count) in formulations.items()}
     if case.dense:
         table = draw(group.mesh, SEED, group.size * shape.num_rows, shape.width, dtype=np.float32)
-        loops["dense psum"], received["dense psum"] = Loop(dense_psum, (), table, calls), summed * shape.num_rows
+        loops["dense psum"] = Loop(lambda table: jax.lax.psum(table, AXIS), (), table, calls)
+        received["dense psum"] = summed * shape.num_rows
     for name, time in run.time(loops).items():
         size = received[name] * shape.row_bytes
         yield {

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,9 +30,22 @@ class Coalesced:
         return f"coalesce {self.shape.entries:,} x {self.shape.width} float32, {self.kind} ids"
 
     def ways(self) -> Ways:
+        """Of ids and values: the sums, and the ids that they are of."""
+        num_rows = self.shape.num_rows
+
+        def ours(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = coalesce(SparseRows.from_entries(ids, values, num_rows=num_rows))
+            return out.values, out.indices
+
+        def by_xla(ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+            order = jnp.argsort(ids, stable=True)
+            ids = ids[order]
+            places = jnp.cumsum(jnp.diff(ids, prepend=-1) > 0) - 1
+            sums = jax.ops.segment_sum(values[order], places, ids.shape[0], indices_are_sorted=True)
+            return sums, jnp.full_like(ids, num_rows).at[places].set(ids)
+
         ids = jnp.asarray(draw_ids(self.kind, self.shape, 1)[0])
-        values = jax.random.normal(jax.random.key(SEED), (self.shape.entries, self.shape.width))
-        return partial(coalesced, self.shape.num_rows), partial(segment_sum, self.shape.num_rows), (ids, values)
+        return ours, by_xla, (ids, jax.random.normal(jax.random.key(SEED), (len(ids), self.shape.width)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,42 +63,22 @@ class Gathered:
         return f"gradient of gathered rows [{self.tokens:,}, {self.hidden}], top-{self.top} of {self.experts}, bfloat16"
 
     def ways(self) -> Ways:
-        """Of indices, group sizes, matrices, the cotangent and the rows."""
+        """Of indices, group sizes, matrices, the cotangent and the rows. XLA gathers the rows, and its scatter-add sums
+        their gradient."""
+
+        def ours(indices: jax.Array, sizes: jax.Array, rhs: jax.Array, d_out: jax.Array, rows: jax.Array) -> jax.Array:
+            return jax.vjp(lambda x: ragged_dot(x, rhs, sizes, lhs_indices=indices), rows)[1](d_out)[0]
+
+        def by_xla(indices: jax.Array, sizes: jax.Array, rhs: jax.Array, d_out: Any, rows: jax.Array) -> jax.Array:
+            return jax.vjp(lambda x: ragged_dot(x[indices], rhs, sizes), rows)[1](d_out)[0]
+
         chosen = np.argsort(np.random.default_rng(SEED).random((self.tokens, self.experts)), axis=1)[:, : self.top]
         indices = (np.argsort(chosen.reshape(-1), kind="stable") // self.top).astype(np.int32)
         sizes = np.bincount(chosen.reshape(-1), minlength=self.experts).astype(np.int32)
         shapes = (self.experts, self.hidden, self.width), (len(indices), self.width), (self.tokens, self.hidden)
         keys = jax.random.split(jax.random.key(SEED), len(shapes))
         arrays = (jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True))
-        operands = jnp.asarray(indices), jnp.asarray(sizes), *arrays
-        return partial(by_rows, gathering_product), partial(by_rows, product_of_gathered), operands
-
-
-def coalesced(num_rows: int, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums, and the ids that they are of."""
-    out = coalesce(SparseRows.from_entries(ids, values, num_rows=num_rows))
-    return out.values, out.indices
-
-
-def segment_sum(num_rows: int, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-    order = jnp.argsort(ids, stable=True)
-    ids = ids[order]
-    places = jnp.cumsum(jnp.diff(ids, prepend=-1) > 0) - 1
-    sums = jax.ops.segment_sum(values[order], places, ids.shape[0], indices_are_sorted=True)
-    return sums, jnp.full_like(ids, num_rows).at[places].set(ids)
-
-
-def by_rows(product: Any, indices: jax.Array, sizes: jax.Array, rhs: jax.Array, d_out: Any, rows: Any) -> jax.Array:
-    return jax.vjp(lambda x: product(indices, sizes, rhs, x), rows)[1](d_out)[0]
-
-
-def gathering_product(indices: jax.Array, sizes: jax.Array, rhs: jax.Array, rows: jax.Array) -> jax.Array:
-    return ragged_dot(rows, rhs, sizes, lhs_indices=indices)
-
-
-def product_of_gathered(indices: jax.Array, sizes: jax.Array, rhs: jax.Array, rows: jax.Array) -> jax.Array:
-    """As before, but XLA gathers the rows, and its scatter-add sums their gradient."""
-    return ragged_dot(rows[indices], rhs, sizes)
+        return ours, by_xla, (jnp.asarray(indices), jnp.asarray(sizes), *arrays)
 
 
 CPU_CASES = [Coalesced("Zipf", Shape(10_000, 16, 2_000)), Gathered(32, 16, 16, 4, 2)]
@@ -113,13 +105,11 @@ def rows(case: Coalesced | Gathered, run: Run) -> Iterator[Row]:
     }
 
 
-def cases(run: Run) -> list[Any]:
-    return CPU_CASES if run.on_cpu else GPU_CASES
-
-
-def notes(run: Run) -> Iterator[str]:
-    yield f"per call inside one jitted loop, both in turns, median of {run.options.repeats} loops"
-    yield run.heat
-
-
-BENCH = Bench(__doc__, cases, rows, notes, quick="fewer shapes", products=True, open=lambda _: None)
+BENCH = Bench(
+    __doc__,
+    lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
+    rows,
+    quick="fewer shapes",
+    products=True,
+    open=lambda _: None,
+)

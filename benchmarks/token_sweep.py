@@ -11,14 +11,13 @@ import jax_ep
 
 from .formulations import result_and_gradients
 from .in_jit_loop import Loop
-from .moe_cases import Case, Model, Shape, draw_matrices, make_ids, make_inputs
+from .moe_cases import MODELS, Case, Model, Shape, draw_matrices, make_ids, make_inputs
 from .runner import Row, Run
 
 DECODED = (1, 8, 32, 128)
 TOKENS = (*DECODED, 256, 512, 513, 1024, 2048, 8192, 32768)
 CPU_TOKENS = (*DECODED, 512, 513)
-MODEL = Model("", Shape(0, 2048, 8, 128, "bfloat16"), 768)
-CPU_MODEL = Model("", Shape(0, 128, 8, 16, "bfloat16"), 64)
+CPU_MODEL = Model("", Shape(0, 128, 8, 16), 64)
 CALLS, FEW_CALLS, MANY_TOKENS = 50, 10, 2048
 DECODING = ("dispatch, combine", "layer", "layer, shared tokens")
 
@@ -71,7 +70,7 @@ def ops(group: jax_ep.Group, experts: int, quick: bool) -> dict[str, Op]:
 
 def row(tokens: int, run: Run) -> Row:
     """Microseconds of each op."""
-    mesh, model = run.mesh, CPU_MODEL if run.on_cpu else MODEL
+    mesh, model = run.mesh, CPU_MODEL if run.on_cpu else MODELS["Qwen3-30B"]
     shape = dataclasses.replace(model.shape, tokens=int(tokens))
     gate, up, down = draw_matrices(model, mesh)
     own = jax_ep.Experts(gate=gate, up=up, down=down)

@@ -19,11 +19,18 @@ namespace {
 
 constexpr int kLaunches = 5, kRounds = 5, kRestMs = 100;
 
-void check_orders(Grouping grouping, int m, int n, int k, const std::vector<int>& sizes) {
-  if (grouping == Grouping::k_grouped)
-    return compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, true});
-  for (const bool mn_b : {false, true}) compare({grouping, m, n, k, sizes, Element::bfloat16, Element::bfloat16, mn_b});
-  compare({grouping, m, n, k, sizes, Element::bfloat16, Element::float32, true});
+void check_orders(Case each) {
+  compare(each);
+  if (each.grouping == Grouping::k_grouped) return;
+  each.mn_b = false;
+  compare(each);
+  each.mn_b = true, each.out = Element::float32;
+  compare(each);
+}
+
+void check_float16(Case each) {
+  each.in = each.out = Element::float16;
+  compare(each);
 }
 
 // Rows and contractions of `rows` indices in all, some of them -1 and some outside.
@@ -39,33 +46,23 @@ void check_gathers(int rows, int n, int k, const std::vector<int>& sizes) {
       if (odd && sizes.size() > 3 && rare(random) == 0) index = matrix_rows + 5;
     }
     for (const bool mn_b : {true, false})
-      compare({Grouping::m_grouped, rows, n, k, sizes, Element::bfloat16, Element::bfloat16, mn_b, Gathered::lhs,
-               indices, matrix_rows});
+      compare({Grouping::m_grouped, rows, n, k, sizes, mn_b, Gathered::lhs, indices, matrix_rows});
     for (const Gathered side : {Gathered::lhs, Gathered::rhs})
-      compare({Grouping::k_grouped, k, n, rows, sizes, Element::bfloat16, Element::bfloat16, true, side, indices,
-               matrix_rows});
+      compare({Grouping::k_grouped, k, n, rows, sizes, true, side, indices, matrix_rows});
   }
 }
 
 void check_all() {
-  for (const auto& [m, n, k] : std::vector<std::array<int, 3>>{{128, 256, 64},
-                                                               {128, 256, 512},
-                                                               {128, 128, 128},
-                                                               {64, 64, 64},
-                                                               {256, 512, 1024},
-                                                               {8, 8, 8},
-                                                               {136, 264, 72},
-                                                               {1000, 776, 200},
-                                                               {40, 776, 1096},
-                                                               {328, 776, 200},
-                                                               {2048, 2304, 512}})
-    check_orders(Grouping::none, m, n, k, {});
-  compare({Grouping::none, 264, 520, 136, {}, Element::float16, Element::float16, true});
+  const std::vector<std::array<int, 3>> shapes{{128, 256, 64},   {128, 256, 512}, {128, 128, 128},  {64, 64, 64},
+                                               {256, 512, 1024}, {8, 8, 8},       {136, 264, 72},   {1000, 776, 200},
+                                               {40, 776, 1096},  {328, 776, 200}, {2048, 2304, 512}};
+  for (const auto& [m, n, k] : shapes) check_orders({Grouping::none, m, n, k});
+  check_float16({Grouping::none, 264, 520, 136});
   for (const int n : {256, 136, 1024}) {
-    check_orders(Grouping::m_grouped, 1152, n, 128, {384, 512, 256});  // NaN in the largest hides what is wrong there
-    check_orders(Grouping::m_grouped, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0});  // 255 rows belong to no group
-    check_orders(Grouping::k_grouped, 256, n, 512, {64, 256, 192});
-    check_orders(Grouping::k_grouped, 136, n, 700, {0, 1, 127, 0, 300, 17, 0});
+    check_orders({Grouping::m_grouped, 1152, n, 128, {384, 512, 256}});  // NaN in the largest hides what is wrong there
+    check_orders({Grouping::m_grouped, 1300, n, 72, {0, 1, 127, 0, 600, 317, 0}});  // 255 rows belong to no group
+    check_orders({Grouping::k_grouped, 256, n, 512, {64, 256, 192}});
+    check_orders({Grouping::k_grouped, 136, n, 700, {0, 1, 127, 0, 300, 17, 0}});
   }
   // Every number of rows that a group may leave to its last tile, by parts of a warp; every end of a contraction.
   check_gathers(1152, 264, 136, {384, 512, 256});
@@ -75,12 +72,12 @@ void check_all() {
   for (int size = 1; size <= 400; size += size % 64 < 48 ? 21 : 5) rows.push_back(size);
   for (int size = 60; size <= 84; ++size) ends.push_back(size);
   const auto total = [](const std::vector<int>& sizes) { return std::accumulate(sizes.begin(), sizes.end(), 0); };
-  check_orders(Grouping::m_grouped, total(rows) + 300, 648, 200, rows);
-  check_orders(Grouping::k_grouped, 264, 456, total(ends) + 9, ends);
+  check_orders({Grouping::m_grouped, total(rows) + 300, 648, 200, rows});
+  check_orders({Grouping::k_grouped, 264, 456, total(ends) + 9, ends});
   check_gathers(total(rows) + 30, 392, 200, rows);
   check_gathers(total(ends) + 9, 264, 456, ends);
-  compare({Grouping::m_grouped, total(rows), 392, 200, rows, Element::float16, Element::float16, true});
-  compare({Grouping::k_grouped, 264, 456, total(ends), ends, Element::float16, Element::float16, true});
+  check_float16({Grouping::m_grouped, total(rows), 392, 200, rows});
+  check_float16({Grouping::k_grouped, 264, 456, total(ends), ends});
 }
 
 // As a router draws them: every row's group at random.
@@ -112,16 +109,6 @@ struct Kind {
 };
 constexpr Kind kKinds[] = {{"drawn", drawn_sizes}, {"equal", equal_sizes}, {"Zipf", zipf_sizes}};
 
-Case dense(int m, int n, int k, bool mn_b = true) {
-  return {Grouping::none, m, n, k, {}, Element::bfloat16, Element::bfloat16, mn_b};
-}
-Case by_rows(int m, int n, int k, std::vector<int> sizes, bool mn_b = true) {
-  return {Grouping::m_grouped, m, n, k, std::move(sizes), Element::bfloat16, Element::bfloat16, mn_b};
-}
-Case by_contraction(int m, int n, int k, std::vector<int> sizes) {
-  return {Grouping::k_grouped, m, n, k, std::move(sizes), Element::bfloat16, Element::bfloat16, true};
-}
-
 // In turns with cuBLAS, so that both meet the same clock; with groups cuBLAS computes one dense product of their size.
 // `kind`: how the groups were drawn.
 void time_case(const Case& each, const Cublas& cublas, const char* kind = "", const Config* config = nullptr) {
@@ -129,8 +116,7 @@ void time_case(const Case& each, const Cublas& cublas, const char* kind = "", co
   const Config used = config ? *config : buffers.config();
   const auto times = milliseconds_in_turns(kRounds, kLaunches, kRestMs,
                                            {[&] { buffers.run(used); }, [&] { cublas.multiply(buffers); }});
-  const char* groupings[] = {"dense", "rows", "contraction"};
-  std::string name = std::string(groupings[static_cast<int>(each.grouping)]) + " " + std::to_string(each.m) + " x " +
+  std::string name = std::string(kGroupings[static_cast<int>(each.grouping)]) + " " + std::to_string(each.m) + " x " +
                      std::to_string(each.n) + " x " + std::to_string(each.k);
   if (!each.sizes.empty()) name += ", " + std::to_string(each.groups()) + " " + kind;
   std::printf("%-42s %s%s %8.1f us %5.0f TFLOP/s   dense cuBLAS %5.0f   %5.1f %%   %s\n", name.c_str(),
@@ -151,39 +137,30 @@ void time_all(bool sweep) {
       time_case(each, cublas, kind, &config);
     }
   };
-  for (const bool mn_b : {false, true}) time(dense(8192, 8192, 8192, mn_b));
-  for (const auto& [m, n, k] : std::vector<std::array<int, 3>>{{4096, 7168, 2048},
-                                                               {5416, 1408, 6144},
-                                                               {64, 7168, 18432},
-                                                               {128, 7168, 2048},
-                                                               {512, 12288, 4096},
-                                                               {512, 4096, 12288},
-                                                               {2048, 2880, 2880},
-                                                               {5416, 6144, 1408}})
-    time(dense(m, n, k));
+  for (const bool mn_b : {false, true}) time({Grouping::none, 8192, 8192, 8192, {}, mn_b});
+  const std::vector<std::array<int, 3>> shapes{{4096, 7168, 2048}, {5416, 1408, 6144}, {64, 7168, 18432},
+                                               {128, 7168, 2048},  {512, 12288, 4096}, {512, 4096, 12288},
+                                               {2048, 2880, 2880}, {5416, 6144, 1408}};
+  for (const auto& [m, n, k] : shapes) time({Grouping::none, m, n, k});
   for (const Kind& kind : kKinds) {
     const std::vector<int> sizes = kind.sizes(32768, 64);
-    for (const bool mn_b : {false, true}) time(by_rows(32768, 4096, 7168, sizes, mn_b), kind.name);
-    time(by_contraction(7168, 4096, 32768, sizes), kind.name);
-    time(by_contraction(2048, 768, 65536, kind.sizes(65536, 128)), kind.name);
+    for (const bool mn_b : {false, true}) time({Grouping::m_grouped, 32768, 4096, 7168, sizes, mn_b}, kind.name);
+    time({Grouping::k_grouped, 7168, 4096, 32768, sizes}, kind.name);
+    time({Grouping::k_grouped, 2048, 768, 65536, kind.sizes(65536, 128)}, kind.name);
   }
-  time(by_rows(8192, 7168, 4096, equal_sizes(8192, 8)), "equal");
+  time({Grouping::m_grouped, 8192, 7168, 4096, equal_sizes(8192, 8)}, "equal");
 }
 
 // Rows in groups, by tiles of fixed height and by those that have no more rows than they need.
 void time_rows() {
   const Cublas cublas;
-  for (const auto& [m, n, k, groups] : std::vector<std::array<int, 4>>{{32768, 4096, 7168, 64},
-                                                                       {32768, 7168, 2048, 64},
-                                                                       {32768, 2048, 7168, 128},
-                                                                       {32768, 7168, 2048, 128},
-                                                                       {65536, 768, 2048, 64},
-                                                                       {65536, 2048, 768, 64},
-                                                                       {32768, 2880, 2880, 64},
-                                                                       {16384, 14336, 4096, 4},
-                                                                       {1024, 2048, 7168, 128}})
+  const std::vector<std::array<int, 4>> shapes{
+      {32768, 4096, 7168, 64},  {32768, 7168, 2048, 64}, {32768, 2048, 7168, 128},
+      {32768, 7168, 2048, 128}, {65536, 768, 2048, 64},  {65536, 2048, 768, 64},
+      {32768, 2880, 2880, 64},  {16384, 14336, 4096, 4}, {1024, 2048, 7168, 128}};
+  for (const auto& [m, n, k, groups] : shapes)
     for (const Kind& kind : kKinds) {
-      const Case each = by_rows(m, n, k, kind.sizes(m, groups));
+      const Case each{Grouping::m_grouped, m, n, k, kind.sizes(m, groups)};
       const Config fixed = plan_fixed({each.grouping, m, n, k, groups}, 132), swapped{256, 8, 132, false, true};
       for (const Config* config : {&fixed, &swapped}) time_case(each, cublas, kind.name, config);
     }
@@ -242,7 +219,7 @@ void time_gathers() {
     std::vector<int> sizes;
     const std::vector<int> routing = routed(x.tokens, x.top, x.experts, &sizes);
     const int rows = routing.size();
-    const Case up = by_rows(rows, x.inner, x.hidden, sizes);
+    const Case up{Grouping::m_grouped, rows, x.inner, x.hidden, sizes};
     Case gated = up;
     gated.formula = Formula::gated;
     const auto time = [&](const char* what, const Case& each, Gathered side) {
@@ -250,9 +227,9 @@ void time_gathers() {
     };
     time("gated", gated, Gathered::lhs);
     time("up", up, Gathered::lhs);
-    time("down transposed", by_rows(rows, x.inner, x.hidden, sizes, false), Gathered::lhs);
-    time("weights of up", by_contraction(x.hidden, x.inner, rows, sizes), Gathered::lhs);
-    time("weights of down", by_contraction(x.inner, x.hidden, rows, sizes), Gathered::rhs);
+    time("down transposed", {Grouping::m_grouped, rows, x.inner, x.hidden, sizes, false}, Gathered::lhs);
+    time("weights of up", {Grouping::k_grouped, x.hidden, x.inner, rows, sizes}, Gathered::lhs);
+    time("weights of down", {Grouping::k_grouped, x.inner, x.hidden, rows, sizes}, Gathered::rhs);
   }
 }
 
@@ -267,12 +244,12 @@ void time_decoding() {
       const std::vector<int> routing = routed(tokens, kTop, kExperts, &sizes, draw);
       const int rows = routing.size();
       for (const int size : sizes) bytes += size > 0 ? 2.0 * kHidden * kInner / kDraws : 0;
-      Case up = by_rows(rows, kInner, kHidden, sizes);
+      Case up{Grouping::m_grouped, rows, kInner, kHidden, sizes};
       up.formula = Formula::gated;
       gated.push_back(std::make_unique<Buffers>(up, false));
       up.gathered = Gathered::lhs, up.indices = routing, up.source_rows = tokens;
       gathered.push_back(std::make_unique<Buffers>(up, false));
-      down.push_back(std::make_unique<Buffers>(by_rows(rows, kHidden, kInner, sizes), false));
+      down.push_back(std::make_unique<Buffers>(Case{Grouping::m_grouped, rows, kHidden, kInner, sizes}, false));
     }
     const auto all = [](const auto& each) {
       return [&each] {

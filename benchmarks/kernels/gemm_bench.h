@@ -24,6 +24,8 @@
 
 using namespace jax_ep::gemm;
 
+constexpr const char* kGroupings[] = {"dense", "rows", "contraction"};
+
 inline int& wrong_cases() {
   static int count = 0;
   return count;
@@ -32,12 +34,12 @@ inline int& wrong_cases() {
 struct Case {
   Grouping grouping;
   int m, n, k;
-  std::vector<int> sizes;
-  Element in, out;
-  bool mn_b;  // rhs is stored [k, n]
+  std::vector<int> sizes{};
+  bool mn_b = true;  // rhs is stored [k, n]
   Gathered gathered = Gathered::none;
   std::vector<int> indices{};
   int source_rows = 0;
+  Element in = Element::bfloat16, out = Element::bfloat16;
   Formula formula = Formula::store;
 
   bool mn_a() const { return grouping == Grouping::k_grouped; }  // lhs is stored [k, m]
@@ -280,9 +282,8 @@ inline void compare(const Case& each) {
         worst = std::max(worst, run_and_compare(buffers, wanted, {256, band, ctas, false, /*swap_ab=*/true}, alike));
   if (each.grouping != Grouping::k_grouped && !gathers)
     worst = std::max(worst, run_and_compare(buffers, wanted, {128, 8, 132, /*split_k=*/true}, alike));
-  const char* groupings[] = {"dense", "rows", "contraction"};
   std::printf("%-5s %-11s %4d x %4d x %4d %s%s %s  worst %.3g\n", worst > 1 ? "WRONG" : "ok",
-              groupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a() ? "M" : "K",
+              kGroupings[static_cast<int>(each.grouping)], each.m, each.n, each.k, each.mn_a() ? "M" : "K",
               each.mn_b ? "N" : "K", each.out == Element::float32 ? "float32" : "16 bits", worst);
   std::fflush(stdout);
 }

@@ -4,10 +4,9 @@
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
 //   build/kernels_bench [ranks [few | planned]]: few tokens alone; or the launches that users get
-//   build/kernels_bench ranks T H K E: one shape, without float8
+//   build/kernels_bench ranks T H K E: one shape
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <string>
 
 #include "graph_times.h"
@@ -16,6 +15,8 @@
 #include "runtime/group.h"
 
 namespace {
+
+constexpr int kSms = 132, kSharedBytes = 227 * 1024;
 
 // Microseconds per op. After a failure of the group they mean nothing.
 template <class ArgsOf>
@@ -33,7 +34,7 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
     CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
     for (int t = 0; t < s.tokens; t += 7) {
       float weight = 0;
-      for (int k = t * s.top_k; k < (t + 1) * s.top_k; ++k) weight += ranks[i].ids[k] < 0 ? 0 : ranks[i].weights[k];
+      for (int k = t * s.top_k; k < (t + 1) * s.top_k; ++k) weight += ranks[i].weights[k];
       for (int h = 0; h < s.hidden; h += 3) {
         const size_t at = size_t{1} * t * s.hidden + h;
         const double want = weight * __bfloat162float(ranks[i].tokens[at]);
@@ -55,7 +56,7 @@ std::vector<Rank> make_ranks(int n, const Shape& s) {
   std::vector<Rank> ranks;
   for (int i = 0; i < n; ++i) {
     ranks.push_back(make_rank(s, i, n));
-    CHECK(load_kernels(227 * 1024));
+    CHECK(load_kernels(kSharedBytes));
   }
   return ranks;
 }
@@ -65,6 +66,19 @@ void exit_on_failure(Group& group, const char* op) {
   if (!error) return;
   std::printf("FAILED %s: %s\n", name_of(error->kind), error->message.c_str());
   std::exit(1);
+}
+
+using Launches = std::vector<LaunchConfig>;
+
+// Those that users get on so many SMs.
+template <class Args>
+Launches planned_launches(int ranks, const Args& args) {
+  using Spec = OpSpec<Args>;
+  const HardwareModel whole = hardware_model(kSms, kSharedBytes, 32);
+  Launches launches;
+  for (const int sms : {96, 60, 32, 24, 16})
+    launches.push_back(plan_rows(RowShape{Spec::kLaunch, ranks, Spec::work_size(args)}, limit_sms(whole, sms)));
+  return launches;
 }
 
 constexpr double kWire = 369;  // GB/s that the SMs of an H200 store to peers, one way
@@ -81,66 +95,37 @@ int rows_sent(const Rank& rank, const Shape& s, int n) {
   return rows;
 }
 
-// The launches that users get, by the number of SMs: as `Group(max_sms=)` sets it.
-void run_planned(int n, const Shape& s) {
+// Times every op of a shape, by the launches given. Without any: by those that users get, by the number of SMs, as
+// `Group(max_sms=)` sets it.
+void run(int n, const Shape& s, const Launches& dispatches = {}, const Launches& combines = {}) {
+  const bool planned = dispatches.empty();
   Group group({devices_of(n)}, 2.0, false);
   std::vector<Rank> ranks = make_ranks(n, s);
-  static constexpr const char* kChosen[] = {"all experts", "half of the tokens", "half of the experts"};
-  const int rows = rows_sent(ranks[0], s, n);
-  std::printf("T=%d H=%d top-%d of %d, %d ranks on %d GPUs, %s: %d rows sent, %.0f us at %.0f GB/s\n", s.tokens,
-              s.hidden, s.top_k, s.experts, n, gpu_count(), kChosen[static_cast<int>(s.chosen)], rows,
+  const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count(), rows = rows_sent(ranks[0], s, n);
+  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager: %d rows sent, %.0f us at %.0f GB/s\n",
+              s.tokens, s.hidden, s.top_k, s.experts, n, gpu_count(), ranks[0].dispatch.eager, rows,
               rows * 2e-3 * s.hidden / kWire, kWire);
-  const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
-  const auto time = [&](const char* op, auto args_of) {
-    using Spec = OpSpec<std::decay_t<decltype(args_of(ranks[0]))>>;
-    std::printf("%-20s", op);
-    for (const int sms : {96, 60, 32, 24, 16}) {
-      if (sms * ranks_per_gpu > 132) continue;
-      const LaunchConfig config = plan_rows(RowShape{Spec::kLaunch, n, Spec::work_size(args_of(ranks[0]))},
-                                            limit_sms(hardware_model(132, 227 * 1024, 32), sms));
-      std::printf(" | %2d SMs %7.1f us", config.ctas, time_op(group, ranks, config, args_of));
-      std::fflush(stdout);
-      exit_on_failure(group, op);
-    }
-    std::printf("\n");
-  };
-  time("dispatch", [](const Rank& r) { return r.dispatch; });
-  time("not expanded", [](const Rank& r) { return r.not_expanded; });
-  time("dispatch float8", [](const Rank& r) { return r.dispatch_float8; });
-  time("float8 rows", [](const Rank& r) { return r.float8_rows; });
-  time("dispatch", [](const Rank& r) { return r.dispatch; });  // whose rows the others read
-  time("scatter", [](const Rank& r) { return r.scatter; });
-  time("combine with scalars", [](const Rank& r) { return r.with_scalars; });
-  time("combine", [](const Rank& r) { return r.combine; });
-  std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
-  for (Rank& r : ranks) release(r);
-}
-
-void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, const std::vector<LaunchConfig>& combines,
-         bool float8 = true) {
-  Group group({devices_of(n)}, 2.0, false);
-  std::vector<Rank> ranks = make_ranks(n, s);
-  const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count();
-  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager\n", s.tokens, s.hidden, s.top_k, s.experts,
-              n, gpu_count(), ranks[0].dispatch.eager);
-  const auto time = [&](const char* op, const std::vector<LaunchConfig>& configs, auto args_of) {
-    for (const LaunchConfig& c : configs) {
-      if (c.ctas * ranks_per_gpu > 132) continue;
+  const auto time = [&](const char* op, Launches launches, auto args_of) {
+    if (planned) launches = planned_launches(n, args_of(ranks[0]));
+    for (const LaunchConfig& c : launches) {
+      if (c.ctas * ranks_per_gpu > kSms) continue;
       const double us = time_op(group, ranks, c, args_of);
-      std::printf("%-14s CTAs %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.ctas, c.threads,
+      std::printf("%-20s CTAs %3d threads %3d senders %2d stage %5d: %8.1f us\n", op, c.ctas, c.threads,
                   c.senders_per_cta, c.warp_bytes, us);
       std::fflush(stdout);
       exit_on_failure(group, op);
     }
   };
-  if (float8 && s.hidden % 128 == 0) {
+  if (s.hidden % 128 == 0) {
     time("dispatch float8", dispatches, [](const Rank& r) { return r.dispatch_float8; });
     time("float8 rows", dispatches, [](const Rank& r) { return r.float8_rows; });
   }
-  time("dispatch", dispatches, [](const Rank& r) { return r.dispatch; });
+  time("not expanded", dispatches, [](const Rank& r) { return r.not_expanded; });
+  time("dispatch", dispatches, [](const Rank& r) { return r.dispatch; });  // whose rows the others read
   time("scatter", dispatches, [](const Rank& r) { return r.scatter; });
+  time("combine with scalars", combines, [](const Rank& r) { return r.with_scalars; });
   time("combine", combines, [](const Rank& r) { return r.combine; });
-  if (!combines.empty()) std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
+  if (planned || !combines.empty()) std::printf("round trip error %.4f\n", round_trip_error(ranks, s));
   for (Rank& r : ranks) release(r);
 }
 
@@ -148,49 +133,39 @@ void run(int n, const Shape& s, const std::vector<LaunchConfig>& dispatches, con
 
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
-  constexpr int kMove = 128 + 3 * 7168, kStream = kWarpBytes;
-  const bool few = argc > 2 && !std::strcmp(argv[2], "few");
-  // Shapes for two ranks, where an expert has as many rows as on eight ranks of Qwen3-30B, Qwen3-Next and V3.
-  const Shape as_on_eight[] = {{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
-  if (argc > 2 && !std::strcmp(argv[2], "planned")) {
-    if (n == 2)
-      for (const Shape& shape : as_on_eight) run_planned(n, shape);
-    else
-      run_planned(n, {32768, 2048, 8, 128});
-    run_planned(n, {8192, 2048, 8, 128});
-    for (const Chosen half : {Chosen::half_the_tokens, Chosen::half_the_experts}) {
-      if (n == 2) run_planned(n, {32768, 2048, 2, 32, half});
-      run_planned(n, {8192, 2048, 8, 128, half});
-    }
-    run_planned(n, {4096, 7168, 8, 256});
-    run_planned(n, {128, 7168, 8, 256});
+  const std::string what = argc == 3 ? argv[2] : "";
+  const Shape v3{4096, 7168, 8, 256}, few{128, 7168, 8, 256};
+  // An expert has as many rows as on eight ranks of Qwen3-30B, Qwen3-Next and V3.
+  std::vector<Shape> shapes{{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
+  if (n != 2) shapes = {{32768, 2048, 8, 128}};
+  shapes.push_back({8192, 2048, 8, 128});
+  shapes.push_back(v3);
+  if (what == "planned") {
+    shapes.push_back(few);
+    for (const Shape& shape : shapes) run(n, shape);
     return 0;
   }
-  const bool one = argc > 5, all = !few && !one;
-  if (all) run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}}, {});  // a pure push
-  if (all) run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
-  if (!one) run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
-  std::vector<LaunchConfig> dispatches, combines;
+  constexpr int kMove = 128 + 3 * 7168, kStream = kWarpBytes;
+  Launches dispatches, combines;
   for (const int ctas : {16, 24, 32, 64, 96}) {
     dispatches.push_back({ctas, 256, 6, kMove});
     for (int senders = 2; senders <= 7; ++senders) dispatches.push_back({ctas, 256, senders, kStream});
-  }
-  for (const int ctas : {16, 24, 32, 64, 96})
     for (int senders = 2; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
-  if (one) {
-    run(n, {std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])}, dispatches, combines,
-        /*float8=*/false);
-    return 0;
   }
-  if (all) run(n, {4096, 7168, 8, 256}, dispatches, combines);
-  if (all) run(n, {8192, 2048, 8, 128}, dispatches, combines);
-  if (all && n == 2)
-    for (const Shape& shape : as_on_eight) run(n, shape, dispatches, combines);
+  if (argc > 5) shapes = {{std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])}};
+  if (what.empty())
+    for (const Shape& shape : shapes) run(n, shape, dispatches, combines);
+  if (argc > 5) return 0;
+  run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+  if (what.empty()) {
+    run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
+    run(n, {14744, 7168, 1, 256}, {{24, 256, 4, kMove}, {64, 256, 4, kMove}});  // a pure push
+  }
   dispatches.clear(), combines.clear();
   for (const int ctas : {64, 96, 128}) {
     for (const int senders : {1, 2, 4}) dispatches.push_back({ctas, 256, senders, kStream});
     for (const int senders : {4, 6, 8}) combines.push_back({ctas, 256, senders, kStream});
   }
-  run(n, {128, 7168, 8, 256}, dispatches, combines);
+  run(n, few, dispatches, combines);
   return 0;
 }

@@ -24,17 +24,8 @@ inline int gpu_count() {
 
 inline int gpu_of(size_t rank) { return static_cast<int>(rank) % gpu_count(); }
 
-// Which ids are not -1: all; all of every other token; those of half of each rank's experts, as in a wave of a layer.
-enum class Chosen { all, half_the_tokens, half_the_experts };
-
 struct Shape {
   int tokens, hidden, top_k, experts;
-  Chosen chosen = Chosen::all;
-
-  bool has(int token, int expert, int ranks) const {
-    const int local = experts / ranks;
-    return chosen == Chosen::all || (chosen == Chosen::half_the_tokens ? token % 2 == 0 : expert % local < local / 2);
-  }
 };
 
 // One rank in bfloat16: its inputs on the host, its buffers on the device, and its calls. scatter and dispatch have the
@@ -48,6 +39,17 @@ struct Rank {
   CombineArgs combine{}, with_scalars{};
   int device{};
   cudaStream_t stream{};
+  std::vector<void*> owned;
+
+  template <class T>
+  T* own(T* memory) {
+    owned.push_back(memory);
+    return memory;
+  }
+  template <class T>
+  T* array(size_t count) {
+    return own(device_array<T>(count));
+  }
 };
 
 inline Rank make_rank(const Shape& s, int rank, int ranks) {
@@ -60,7 +62,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   for (int t = 0; t < s.tokens; ++t) {
     std::set<int> chosen;
     while (static_cast<int>(chosen.size()) < s.top_k) chosen.insert(random() % s.experts);
-    for (const int id : chosen) r.ids.push_back(s.has(t, id, ranks) ? id : -1);
+    r.ids.insert(r.ids.end(), chosen.begin(), chosen.end());
   }
   for (int i = 0; i < s.tokens * s.top_k; ++i) r.weights.push_back(static_cast<int>(random() % 1000) / 1000.0f);
   const int local = s.experts / ranks, capacity = s.tokens * s.top_k * 5 / 4;
@@ -70,25 +72,25 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dtype = DType::bfloat16;
   d.num_tokens = s.tokens, d.top_k = s.top_k, d.hidden = s.hidden, d.num_experts = s.experts;
   d.capacity = capacity, d.alignment = 1, d.zero_unused = false;  // as in a layer
-  d.tokens = reinterpret_cast<char*>(upload(r.tokens));
-  d.expert_ids = upload(r.ids), d.token_weights = upload(r.weights);
-  d.rows = device_array<char>(capacity * row), d.group_sizes = device_array<int32_t>(local);
-  d.targets = device_array<int32_t>(r.ids.size()), d.row_of = device_array<int32_t>(table);
-  d.weights = device_array<float>(table), d.counts = device_array<int32_t>(ranks * local);
-  d.dropped = device_array<int32_t>(1), d.invalid = device_array<int32_t>(1);
-  d.route_scratch = device_array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
-  d.landing = device_array<char>(ranks * s.tokens * row);
+  d.tokens = reinterpret_cast<char*>(r.own(upload(r.tokens)));
+  d.expert_ids = r.own(upload(r.ids)), d.token_weights = r.own(upload(r.weights));
+  d.rows = r.array<char>(capacity * row), d.group_sizes = r.array<int32_t>(local);
+  d.targets = r.array<int32_t>(r.ids.size()), d.row_of = r.array<int32_t>(table);
+  d.weights = r.array<float>(table), d.counts = r.array<int32_t>(ranks * local);
+  d.dropped = r.array<int32_t>(1), d.invalid = r.array<int32_t>(1);
+  d.route_scratch = r.array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
+  d.landing = r.array<char>(ranks * s.tokens * row);
   d.by_assignments = routes_by_assignments(s.tokens, s.top_k), d.eager = eager_tokens(s.tokens, s.top_k, Wire::plain);
   r.dispatch_float8 = d;
   r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;
   r.float8_rows = d;
   r.float8_rows.wire = Wire::float8_rows;
-  r.float8_rows.scales = device_array<float>(size_t{1} * capacity * (s.hidden / 128));
+  r.float8_rows.scales = r.array<float>(size_t{1} * capacity * (s.hidden / 128));
 
   r.not_expanded = d;
   r.not_expanded.expand = false, r.not_expanded.eager = s.tokens;
-  r.not_expanded.rows = device_array<char>(ranks * s.tokens * row);
-  r.not_expanded.indices = device_array<int32_t>(capacity);
+  r.not_expanded.rows = r.array<char>(ranks * s.tokens * row);
+  r.not_expanded.indices = r.array<int32_t>(capacity);
 
   ScatterArgs& a = r.scatter;
   a.dtype = DType::bfloat16;
@@ -101,36 +103,15 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   c.dtype = DType::bfloat16;
   c.num_tokens = s.tokens, c.top_k = s.top_k, c.hidden = s.hidden, c.capacity = capacity;
   c.rows = d.rows, c.weights = d.weights, c.targets = d.targets, c.row_of = d.row_of;
-  c.combined = device_array<char>(s.tokens * row);
-  c.landing = device_array<char>(ranks * s.tokens * row);
+  c.combined = r.array<char>(s.tokens * row);
+  c.landing = r.array<char>(ranks * s.tokens * row);
   r.with_scalars = c;
-  r.with_scalars.scalars = device_array<float>(table), r.with_scalars.returned = device_array<float>(r.ids.size());
+  r.with_scalars.scalars = r.array<float>(table), r.with_scalars.returned = r.array<float>(r.ids.size());
   CHECK(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
   return r;
 }
 
 inline void release(Rank& r) {
-  const DispatchArgs& d = r.dispatch;
-  const void* all[] = {d.tokens,
-                       d.expert_ids,
-                       d.token_weights,
-                       d.rows,
-                       d.group_sizes,
-                       d.targets,
-                       d.row_of,
-                       d.weights,
-                       d.counts,
-                       d.dropped,
-                       d.invalid,
-                       d.route_scratch,
-                       d.landing,
-                       r.combine.combined,
-                       r.combine.landing,
-                       r.float8_rows.scales,
-                       r.not_expanded.rows,
-                       r.not_expanded.indices,
-                       r.with_scalars.scalars,
-                       r.with_scalars.returned};
-  for (const void* each : all) CHECK(cudaFree(const_cast<void*>(each)));
+  for (void* each : r.owned) CHECK(cudaFree(each));
   CHECK(cudaStreamDestroy(r.stream));
 }

@@ -15,6 +15,7 @@
 namespace {
 
 using Counts = std::vector<int>;  // of CTAs that communicate
+constexpr OpKind kOps[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
 bool failed = false;
 
 struct Case {
@@ -88,7 +89,7 @@ std::vector<Exact> exact_results(const Case& c, const std::vector<Rank>& ranks) 
 }
 
 // Runs a few times, some ranks late, and compares every value; the bits must be the same each time.
-void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, const std::vector<Exact>& exact,
+void check_case(const Case& c, Group& group, std::vector<Rank>& ranks, const std::vector<Exact>& exact,
                 const OverlapConfig& config) {
   const int count = ranks.size();
   double worst = 0;
@@ -119,7 +120,7 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
       if (run == 0) first[r] = actual;
     });
   }
-  const auto lost = const_cast<Group&>(group).take_error();
+  const auto lost = group.take_error();
   const bool bad = wrong || changed || lost;
   failed |= bad;
   std::printf("%-5s %-21s %5d x %5d x %5d %s %s  worst %.3g, wrong %lld, changed %lld  %s%s\n", bad ? "WRONG" : "ok",
@@ -130,17 +131,18 @@ void check_case(const Case& c, const Group& group, std::vector<Rank>& ranks, con
   if (lost) std::exit(1);
 }
 
-void check_all(const Group& group) {
+Counts checked_counts(OpKind op, int ranks) {
+  if (op == OpKind::all_gather_matmul) return {2, 16};
+  return ranks == 2 ? Counts{0, 2, 98} : Counts{2, 98};
+}
+
+void check_all(Group& group) {
   const int ranks = group.size();
-  for (const OpKind op : {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul})
-    for (const Shape shape : {Shape{128 * ranks, 64, 256},
-                              {8 * ranks, 64, 64},
-                              {256 * ranks, 128, 512},
-                              {66 * ranks, 72, 136},
-                              {333 * ranks, 200, 264},
-                              {64 * ranks, 1096, 328},
-                              {16 * ranks, 1096, 328},
-                              {1354 * ranks, 512, 1408}})
+  const std::vector<Shape> shapes{{128 * ranks, 64, 256},  {8 * ranks, 64, 64},      {256 * ranks, 128, 512},
+                                  {66 * ranks, 72, 136},   {333 * ranks, 200, 264},  {64 * ranks, 1096, 328},
+                                  {16 * ranks, 1096, 328}, {1354 * ranks, 512, 1408}};
+  for (const OpKind op : kOps)
+    for (const Shape& shape : shapes)
       for (const bool transpose_rhs : {false, true})
         for (const DType dtype : {DType::bfloat16, DType::float32}) {
           if (transpose_rhs && dtype == DType::float32) continue;
@@ -148,7 +150,7 @@ void check_all(const Group& group) {
           std::vector<Rank> all = make_ranks(c, ranks);
           const std::vector<Exact> exact = exact_results(c, all);
           for (const int block_n : {128, 256})
-            for (const int communicating : c.gathers() ? Counts{2, 16} : ranks == 2 ? Counts{0, 2, 98} : Counts{2, 98})
+            for (const int communicating : checked_counts(op, ranks))
               check_case(c, group, all, exact, c.config(ranks, block_n, communicating));
           release(all);
         }
@@ -167,9 +169,9 @@ double time_product(const Case& c, const std::vector<Rank>& ranks) {
   });
 }
 
-double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks, const OverlapConfig& config) {
+double time_op(const Case& c, Group& group, const std::vector<Rank>& ranks, const OverlapConfig& config) {
   const double us = time_graphs(ranks, [&](int r) { launch(c, group, ranks, r, config); });
-  if (const auto lost = const_cast<Group&>(group).take_error()) {
+  if (const auto lost = group.take_error()) {
     std::printf("FAILED %s\n", lost->message.c_str());
     std::exit(1);
   }
@@ -178,7 +180,7 @@ double time_op(const Case& c, const Group& group, const std::vector<Rank>& ranks
 
 enum class Configs { planned, bands, ctas, all };
 
-void time_case(const Case& c, const Group& group, Configs configs) {
+void time_case(const Case& c, Group& group, Configs configs) {
   const int count = group.size();
   std::vector<Rank> ranks = make_ranks(c, count);
   on_each(count, [&](int r) {  // the product alone reads what is gathered
@@ -199,18 +201,16 @@ void time_case(const Case& c, const Group& group, Configs configs) {
     std::fflush(stdout);
   };
   print("planned", planned);
-  if (configs == Configs::bands)
-    for (const int band : {1, 2, 4, 8, 16}) {
+  const auto vary = [&](int OverlapConfig::* setting, const Counts& values) {
+    for (const int value : values) {
       OverlapConfig config = planned;
-      config.band = band;
+      config.*setting = value;
       print("", config);
     }
+  };
+  if (configs == Configs::bands) vary(&OverlapConfig::band, {1, 2, 4, 8, 16});
   if (configs == Configs::ctas && planned.communicating > 0)
-    for (const int communicating : {16, 24, 36, 48, 66, 98, 132}) {
-      OverlapConfig config = planned;
-      config.communicating = communicating;
-      print("", config);
-    }
+    vary(&OverlapConfig::communicating, {16, 24, 36, 48, 66, 98, 132});
   if (configs == Configs::all)
     for (const int block_n : {128, 256})
       for (const int communicating : c.gathers() ? Counts{24, 36, 66, 132} : Counts{16, 32, 48, 66, 98, 132})
@@ -238,14 +238,14 @@ std::vector<std::vector<float>> run_once(const Case& c, const Group& group, std:
 }
 
 // Whether an op ends, with the bits of an undisturbed run, while another kernel holds all SMs but a pair on every GPU.
-void check_beside(const Case& c, const Group& group, int communicating) {
+void check_beside(const Case& c, Group& group, int communicating) {
   const OverlapConfig config = c.config(group.size(), 128, communicating);
   std::vector<Rank> ranks = make_ranks(c, group.size());
   const auto wanted = run_once(c, group, ranks, config, 0);
   HeldSms sms(group.size(), Free::pair, /*ns=*/2'000'000'000);
   const auto found = run_once(c, group, ranks, config, /*late_ns=*/50'000'000);  // when they are held
   const bool held = sms.all_held(), right = found == wanted;
-  const auto lost = const_cast<Group&>(group).take_error();
+  const auto lost = group.take_error();
   const bool bad = !right || !held || lost;
   failed |= bad;
   std::printf("%-5s %-21s beside a kernel on all SMs but a pair, %s, %s  %s %s\n", bad ? "WRONG" : "ok", name_of(c.op),
@@ -269,33 +269,27 @@ int main(int count, char** arguments) {
     delay<<<1, 1>>>(1);
     CHECK(cudaDeviceSynchronize());
   });
-  const Shape seed{5416, 6144, 1408};
-  const OpKind all[] = {OpKind::matmul_all_reduce, OpKind::matmul_reduce_scatter, OpKind::all_gather_matmul};
   if (what == "check") {
     check_all(group);
   } else if (what == "beside") {
-    for (const OpKind op : all)
-      for (const int communicating : op == OpKind::all_gather_matmul ? Counts{2, 16}
-                                     : ranks == 2                    ? Counts{0, 2, 98}
-                                                                     : Counts{2, 98})
+    for (const OpKind op : kOps)
+      for (const int communicating : checked_counts(op, ranks))
         check_beside({op, {4096, 1024, 4096}, false, DType::bfloat16}, group, communicating);
-  } else if (what == "sweep") {
-    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, Configs::all);
-    for (const OpKind op : all) time_case({op, {4096, 4096, 4096}, false, DType::bfloat16}, group, Configs::all);
   } else {
-    const Configs configs = what == "bands" ? Configs::bands : what == "ctas" ? Configs::ctas : Configs::planned;
-    for (const OpKind op : all) time_case({op, seed, false, DType::bfloat16}, group, configs);
+    const Configs configs = what == "sweep"   ? Configs::all
+                            : what == "bands" ? Configs::bands
+                            : what == "ctas"  ? Configs::ctas
+                                              : Configs::planned;
+    for (const OpKind op : kOps) time_case({op, {5416, 6144, 1408}, false, DType::bfloat16}, group, configs);
     // Shapes of a gather's product; those of the reductions have k and n swapped.
-    for (const Shape shape : {Shape{64, 7168, 18432},
-                              {512, 4096, 12288},
-                              {2048, 2880, 2880},
-                              {4096, 4096, 4096},
-                              {8192, 4096, 14336},
-                              {8192, 8192, 29568}})
-      for (const OpKind op : all)
-        time_case(
-            {op, op == OpKind::all_gather_matmul ? shape : Shape{shape.m, shape.n, shape.k}, false, DType::bfloat16},
-            group, configs);
+    std::vector<Shape> shapes{{64, 7168, 18432},  {512, 4096, 12288},  {2048, 2880, 2880},
+                              {4096, 4096, 4096}, {8192, 4096, 14336}, {8192, 8192, 29568}};
+    if (what == "sweep") shapes = {{4096, 4096, 4096}};
+    for (const Shape& s : shapes)
+      for (const OpKind op : kOps) {
+        const Shape shape = op == OpKind::all_gather_matmul ? s : Shape{s.m, s.n, s.k};
+        time_case({op, shape, false, DType::bfloat16}, group, configs);
+      }
   }
   std::puts(failed ? "FAILED" : "done");
   return failed;

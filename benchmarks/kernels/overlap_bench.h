@@ -29,28 +29,24 @@ struct Rank {
   int device;
   int ranks;
   bool transpose_rhs;
-  __nv_bfloat16 *a, *b, *gathered;
-  char *result, *partial;
+  char *a, *b, *gathered, *result, *partial;
   cudaStream_t stream{};
 
   // The rows of one rank; those of all must be as many as the product has, for a gather.
   Rank(Shape s, int rank, int ranks, bool transpose_rhs)
       : shape(s), device(rank), ranks(ranks), transpose_rhs(transpose_rhs) {
     CHECK(cudaSetDevice(rank));
-    a = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
-    b = device_array<__nv_bfloat16>(int64_t{s.k} * s.n);
-    gathered = device_array<__nv_bfloat16>(int64_t{s.m} * s.k);
-    result = device_array<char>(int64_t{s.m} * s.n * 4);
-    partial = device_array<char>(int64_t{s.m} * s.n * 4);
-    fill<<<1024, 256>>>(a, int64_t{s.m} * s.k, 2 * rank + 1);
-    fill<<<1024, 256>>>(b, int64_t{s.k} * s.n, 2 * rank + 2);
+    const int64_t a_count = int64_t{s.m} * s.k, b_count = int64_t{s.k} * s.n, count = int64_t{s.m} * s.n;
+    a = device_array<char>(a_count * 2), gathered = device_array<char>(a_count * 2);
+    b = device_array<char>(b_count * 2);
+    result = device_array<char>(count * 4), partial = device_array<char>(count * 4);
+    fill<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(a), a_count, 2 * rank + 1);
+    fill<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(b), b_count, 2 * rank + 2);
     CHECK(cudaDeviceSynchronize());
     CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   }
   void release() {
-    for (void* each : {static_cast<void*>(a), static_cast<void*>(b), static_cast<void*>(gathered),
-                       static_cast<void*>(result), static_cast<void*>(partial)})
-      CHECK(cudaFree(each));
+    for (char* each : {a, b, gathered, result, partial}) CHECK(cudaFree(each));
     CHECK(cudaStreamDestroy(stream));
   }
 
@@ -59,8 +55,7 @@ struct Rank {
     args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_rhs = transpose_rhs,
     args.reduce_scatter = reduce_scatter;
     args.m = shape.m, args.n = shape.n, args.k = shape.k;
-    args.lhs = reinterpret_cast<char*>(a), args.rhs = reinterpret_cast<char*>(b);
-    args.result = result, args.partial = partial;
+    args.lhs = a, args.rhs = b, args.result = result, args.partial = partial;
     return args;
   }
   // `a` holds the rows of this rank first.
@@ -68,8 +63,7 @@ struct Rank {
     AllGatherMatmulArgs args{};
     args.dtype = dtype, args.operand_dtype = DType::bfloat16, args.transpose_rhs = transpose_rhs;
     args.m = shape.m / ranks, args.n = shape.n, args.k = shape.k;
-    args.lhs = reinterpret_cast<char*>(a), args.rhs = reinterpret_cast<char*>(b);
-    args.result = result, args.gathered = reinterpret_cast<char*>(gathered);
+    args.lhs = a, args.rhs = b, args.result = result, args.gathered = gathered;
     return args;
   }
 };
@@ -87,11 +81,13 @@ inline std::vector<float> exact_product(const Rank& rows, const Rank& matrix, in
   __nv_bfloat16* here = device_array<__nv_bfloat16>(int64_t{m} * s.k);
   CHECK(cudaMemcpy(here, rows.a, int64_t{m} * s.k * 2, cudaMemcpyDefault));
   const int64_t b_col = matrix.transpose_rhs ? s.k : 1, b_k = matrix.transpose_rhs ? 1 : s.n;
-  multiply_plainly<<<dim3((s.n + 127) / 128, m), 128>>>(here, matrix.b, out, magnitude, m, s.n, s.k, s.k, 1, b_col, b_k,
-                                                        nullptr, nullptr, nullptr, 0);
+  multiply_plainly<<<dim3((s.n + 127) / 128, m), 128>>>(here, reinterpret_cast<__nv_bfloat16*>(matrix.b), out,
+                                                        magnitude, m, s.n, s.k, s.k, 1, b_col, b_k, nullptr, nullptr,
+                                                        nullptr, 0);
   CHECK(cudaDeviceSynchronize());
   const std::vector<float> values = download<float>(out, count);
-  for (void* each : {static_cast<void*>(out), static_cast<void*>(magnitude), static_cast<void*>(here)})
-    CHECK(cudaFree(each));
+  CHECK(cudaFree(out));
+  CHECK(cudaFree(magnitude));
+  CHECK(cudaFree(here));
   return values;
 }

@@ -54,10 +54,6 @@ struct Case {
   std::vector<std::vector<Array>> results;
 };
 
-void synchronize(int ranks) {
-  on_each(ranks, [](int) { CHECK(cudaDeviceSynchronize()); });
-}
-
 std::mt19937& randoms() {
   static std::mt19937 random(20261122);
   return random;
@@ -162,13 +158,16 @@ using Results = std::vector<std::vector<std::vector<char>>>;
 void spoil_results(const Case& op) {
   for (const auto& results : op.results)
     for (const Array& each : results) CHECK(cudaMemset(each.data, 0xff, each.bytes));
-  synchronize(op.results.size());  // streams do not wait for what is set
+  on_each(op.results.size(), [](int) { CHECK(cudaDeviceSynchronize()); });  // streams do not wait for what is set
 }
 
-Results run_alone(const Case& op, const Group& group, const Streams& streams) {
-  spoil_results(op);
+// Ends when the ranks' streams do.
+void launch(const Case& op, const Group& group, const Streams& streams) {
   on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank], group.comm({0, rank}))); });
-  synchronize(group.size());
+  on_each(group.size(), [&](int rank) { CHECK(cudaStreamSynchronize(streams[rank])); });
+}
+
+Results read_results(const Case& op) {
   Results found;
   for (const auto& results : op.results) {
     found.emplace_back();
@@ -177,16 +176,11 @@ Results run_alone(const Case& op, const Group& group, const Streams& streams) {
   return found;
 }
 
-bool unchanged(const Case& op, const Results& wanted) {
-  for (size_t rank = 0; rank < wanted.size(); ++rank)
-    for (size_t i = 0; i < wanted[rank].size(); ++i)
-      if (op.results[rank][i].read() != wanted[rank][i]) return false;
-  return true;
-}
-
 // Whether the op ends, with the right results, while another kernel holds all SMs but one of each GPU.
 bool ends_beside(const Case& op, const Group& group, const Streams& streams) {
-  const Results wanted = run_alone(op, group, streams);
+  spoil_results(op);
+  launch(op, group, streams);
+  const Results wanted = read_results(op);
   spoil_results(op);
   bool held = false;
   std::chrono::duration<double, std::milli> took{};
@@ -194,12 +188,11 @@ bool ends_beside(const Case& op, const Group& group, const Streams& streams) {
     HeldSms others(group.size(), Free::one, kHeldNs);
     std::this_thread::sleep_for(std::chrono::milliseconds(50));
     const auto begin = std::chrono::steady_clock::now();
-    on_each(group.size(), [&](int rank) { CHECK(op.launches[rank](streams[rank], group.comm({0, rank}))); });
-    on_each(group.size(), [&](int rank) { CHECK(cudaStreamSynchronize(streams[rank])); });
+    launch(op, group, streams);
     held = others.all_held();
     took = std::chrono::steady_clock::now() - begin;
   }
-  const bool right = unchanged(op, wanted);
+  const bool right = read_results(op) == wanted;
   std::printf("%-26s beside all SMs but one held: %8.2f ms, %s, %s\n", op.name, took.count(),
               held ? "before they are free" : "AFTER they are free", right ? "right" : "WRONG");
   return held && right;

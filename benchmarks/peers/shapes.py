@@ -3,23 +3,19 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ..moe_cases import SEED, Case, Model, Shape, make_ids
+from ..moe_cases import MODELS, SEED, Case, Model, Shape, make_ids
 
 CHECKED = 64  # tokens
 TINY = "tiny"  # for a CPU
 
-# "half": with as many experts as one rank of two has.
 SHAPES = {
-    model.name: model
-    for model in (
-        Model("qwen3-30b-half", Shape(8192, 2048, 8, 64, "bfloat16"), 768),
-        Model("v3-half", Shape(4096, 7168, 8, 128, "bfloat16"), 2048),
-        Model("gpt-oss-half", Shape(8192, 2880, 4, 64, "bfloat16"), 2880),
-        Model("mixtral", Shape(8192, 4096, 2, 8, "bfloat16"), 14336),
-        Model("qwen3-30b-32k", Shape(32768, 2048, 8, 128, "bfloat16"), 768),
-        Model("sonic-120b", Shape(32768, 4096, 8, 128, "bfloat16"), 1024),
-        Model(TINY, Shape(64, 128, 4, 8, "bfloat16"), 64),
-    )
+    "v3-half": MODELS["V3"].halved,
+    "gpt-oss-half": MODELS["GPT-OSS"].halved,
+    "qwen3-30b-half": MODELS["Qwen3-30B"].halved,
+    "qwen3-30b-32k": Model("", Shape(32768, 2048, 8, 128), 768),
+    "mixtral": MODELS["Mixtral"],
+    "sonic-120b": Model("", Shape(32768, 4096, 8, 128), 1024),
+    TINY: Model("", Shape(64, 128, 4, 8), 64),
 }
 
 

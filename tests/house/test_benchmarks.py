@@ -51,6 +51,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("decode", {"what", "tokens/s", "of the bound by bytes"}),
         ("model", {"gradient, ms", "tokens/s a GPU", "TF/s a GPU"}),
         ("routers", {"router", "of XLA"}),
+        ("moe --quick", {"shape", "op", "remote GB/s", "ratio to the best XLA"}),
         ("sparse --shapes zeros", {"ids", "formulation", "GB/s"}),
         ("embedding", {"embedding step", "step, us", "of update, apply_updates"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
@@ -69,6 +70,7 @@ def test_a_benchmark_keeps_what_it_prints(
     assert f"NCCL_NVLS_ENABLE=0 python -m jax_ep bench {command}" in result["command"]
     assert {"date", "hardware", "versions", "notes"} <= result.keys()
     assert columns <= {*result["columns"]}
+    assert not [note for note in result["notes"] if "failed" in note]
     printed = rows_of(capsys.readouterr().out)
     assert printed == [dict(zip(result["columns"], row, strict=True)) for row in result["rows"]] != []
     if "--biases" in command:
