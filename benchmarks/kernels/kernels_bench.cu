@@ -34,7 +34,7 @@ double round_trip_error(const std::vector<Rank>& ranks, const Shape& s) {
     CHECK(cudaMemcpy(out.data(), ranks[i].combine.combined, out.size() * 2, cudaMemcpyDeviceToHost));
     for (int t = 0; t < s.tokens; t += 7) {
       float weight = 0;
-      for (int k = t * s.top_k; k < (t + 1) * s.top_k; ++k) weight += ranks[i].weights[k];
+      for (int k = t * s.top_k; k < (t + 1) * s.top_k; ++k) weight += ranks[i].ids[k] < 0 ? 0 : ranks[i].weights[k];
       for (int h = 0; h < s.hidden; h += 3) {
         const size_t at = size_t{1} * t * s.hidden + h;
         const double want = weight * __bfloat162float(ranks[i].tokens[at]);
@@ -102,9 +102,10 @@ void run(int n, const Shape& s, const Launches& dispatches = {}, const Launches&
   Group group({devices_of(n)}, 2.0, false);
   std::vector<Rank> ranks = make_ranks(n, s);
   const int ranks_per_gpu = (n + gpu_count() - 1) / gpu_count(), rows = rows_sent(ranks[0], s, n);
-  std::printf("T=%d H=%d top-%d of %d, bf16, %d ranks on %d GPUs, %d eager: %d rows sent, %.0f us at %.0f GB/s\n",
-              s.tokens, s.hidden, s.top_k, s.experts, n, gpu_count(), ranks[0].dispatch.eager, rows,
-              rows * 2e-3 * s.hidden / kWire, kWire);
+  static constexpr const char* kChosen[] = {"all experts", "half of the tokens", "half of the experts"};
+  std::printf("T=%d H=%d top-%d of %d, %s, %d ranks on %d GPUs, %d eager: %d rows sent, %.0f us at %.0f GB/s\n",
+              s.tokens, s.hidden, s.top_k, s.experts, kChosen[static_cast<int>(s.chosen)], n, gpu_count(),
+              ranks[0].dispatch.eager, rows, rows * 2e-3 * s.hidden / kWire, kWire);
   const auto time = [&](const char* op, Launches launches, auto args_of) {
     if (planned) launches = planned_launches(n, args_of(ranks[0]));
     for (const LaunchConfig& c : launches) {
@@ -142,6 +143,10 @@ int main(int argc, char** argv) {
   shapes.push_back(v3);
   if (what == "planned") {
     shapes.push_back(few);
+    for (const Chosen half : {Chosen::half_the_tokens, Chosen::half_the_experts}) {
+      if (n == 2) shapes.push_back({32768, 2048, 2, 32, half});
+      shapes.push_back({8192, 2048, 8, 128, half});
+    }
     for (const Shape& shape : shapes) run(n, shape);
     return 0;
   }

@@ -24,8 +24,17 @@ inline int gpu_count() {
 
 inline int gpu_of(size_t rank) { return static_cast<int>(rank) % gpu_count(); }
 
+// Which ids are not -1: all; all of every other token; those of half of each rank's experts.
+enum class Chosen { all, half_the_tokens, half_the_experts };
+
 struct Shape {
   int tokens, hidden, top_k, experts;
+  Chosen chosen = Chosen::all;
+
+  bool has(int token, int expert, int ranks) const {
+    const int local = experts / ranks;
+    return chosen == Chosen::all || (chosen == Chosen::half_the_tokens ? token % 2 == 0 : expert % local < local / 2);
+  }
 };
 
 // One rank in bfloat16: its inputs on the host, its buffers on the device, and its calls. scatter and dispatch have the
@@ -62,7 +71,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   for (int t = 0; t < s.tokens; ++t) {
     std::set<int> chosen;
     while (static_cast<int>(chosen.size()) < s.top_k) chosen.insert(random() % s.experts);
-    r.ids.insert(r.ids.end(), chosen.begin(), chosen.end());
+    for (const int id : chosen) r.ids.push_back(s.has(t, id, ranks) ? id : -1);
   }
   for (int i = 0; i < s.tokens * s.top_k; ++i) r.weights.push_back(static_cast<int>(random() % 1000) / 1000.0f);
   const int local = s.experts / ranks, capacity = s.tokens * s.top_k * 5 / 4;
