@@ -49,7 +49,7 @@ def test_product(
         check(op, group, operands, "auto")
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("dtype", "result"),
     [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
