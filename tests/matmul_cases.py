@@ -57,15 +57,6 @@ def program(op: str, group: Group, **options: Any) -> Callable[..., Any]:
     return helpers.per_rank(partial(OPS[op], group=group, **options), group.mesh)
 
 
-def pulled(op: str, group: Group, **options: Any) -> Callable[..., Any]:
-    """On a rank, (a, b, cotangent) -> the gradients of a and b."""
-
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return helpers.vary(OPS[op](a, b, group=group, **options))
-
-    return lambda a, b, above: jax.vjp(product, a, b)[1](above)
-
-
 def served(group: Group, implementation: Implementation, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     """Kernels on a GPU take 16-bit operands and multiples of 8 alone."""
     multiples = all(size % 8 == 0 for size in shape[1:])

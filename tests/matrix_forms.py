@@ -314,12 +314,13 @@ def expert_of_rows(rows: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=rows.shape[0])
 
 
-def layer(form: Form, group: Group) -> Function:
+def layer(form: Form, group: Group, *, stats: bool = False) -> Function:
+    """The sums, or what the layer counts."""
     options = {name: form[name] for name in OF_OPS if name in form}
     if form.get("product"):
         options["product"] = {"int8": example.int8_dot, "low rank": example.lora_dot}[form["product"]]
 
-    def sums(floats: Any, known: Any) -> jax.Array:
+    def sums(floats: Any, known: Any) -> Any:
         given = alike(form, group, floats | known)
         matrices = {name: given.get(name) for name in ("gate", "up", "down")}
         activation = form.get("activation", "silu")
@@ -340,7 +341,9 @@ def layer(form: Form, group: Group) -> Function:
             experts = nn.replicate(experts, plan, group=group)
             ids = nn.physical_ids(ids, plan, offset=jax.lax.axis_index(group.axis_name))
         operands = given["tokens"], ids, given.get("weights"), experts
-        out = moe_mlp(*operands, group=group, shared_experts=shared, **options)[0]
+        out, counted = moe_mlp(*operands, group=group, shared_experts=shared, **options)
+        if stats:
+            return counted
         return out + 0 * (floats | known)["tokens"] if form.get("shared_tokens") else out  # it varies over ranks
 
     return sums
@@ -396,10 +399,9 @@ def exact_layer(form: Form) -> Function:
             if isinstance(activation, ClampedSwiglu):
                 return (products[1] + 1) * products[0] / (1 + jnp.exp(-activation.slope * products[0]))
             if activation == "slopes":
-                slopes = given["slopes"]  # of the rank that owns the expert, or of the token's where it is shared
-                routed = products[0].ndim > 3
-                slopes = jnp.repeat(slopes, EXPERTS // len(slopes), axis=0) if routed else slopes[:, None]
-                first = jnp.tanh(slopes * products[0])
+                slopes = given["slopes"]  # of the rank that owns the expert
+                experts = products[0].shape[-2]
+                first = jnp.tanh(jnp.repeat(slopes, experts // len(slopes), axis=0) * products[0])
             else:
                 first = (ACTIVATIONS.get(activation) or activation)(products[0])
             return first if len(products) == 1 else first * products[1]
@@ -415,22 +417,17 @@ def exact_layer(form: Form) -> Function:
         biases = given.get("biases", (None,) * 3)
         how: dict[str, Any] = {"weigh_inputs": form.get("weigh_inputs", False), "float8": "precision" in form}
         out = moe_oracle.sums(moe_oracle.Layer(arrived, weights, **matrices), biases, ids, unit=unit, **how)
-        if "shared" in given:
+        if "shared" in given:  # an expert of each rank, which all of the rank's tokens choose
             own = partial(unit, activation="gelu") if form["shared"] == "gelu" else unit
-            *first, down = _always_chosen(given["shared"], given.get("shared_biases", 3 * (np.zeros((1, 1)),)))
-            out = out + down(own(*(product(tokens) for product in first)))
+            own_rank = jnp.broadcast_to(jnp.arange(len(tokens))[:, None, None], (*tokens.shape[:2], 1))
+            three = given["shared"], given.get("shared_biases", (None,) * 3)
+            of_one, biases = jax.tree.map(lambda x: x[:, None], three)
+            out += moe_oracle.sums(
+                moe_oracle.Layer(tokens, jnp.ones(own_rank.shape), *of_one), biases, own_rank, unit=own
+            )
         return out
 
     return sums
-
-
-def _always_chosen(matrices: Any, biases: Any) -> list[Function]:
-    """What multiplies by each matrix of the shared expert."""
-
-    def product(matrix: jax.Array, bias: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.einsum("rth,rhs->rts", x, matrix) + bias[:, None]
-
-    return [partial(product, *both) for both in zip(matrices, biases, strict=True) if both[0] is not None]
 
 
 def exact_there_and_back(form: Form) -> Function:

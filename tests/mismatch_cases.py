@@ -30,9 +30,8 @@ def dispatched(group: Group, x: jax.Array, **options: Any) -> jax.Array:
 
 def multiplied(group: Group, x: jax.Array, implementation: Implementation = "kernels") -> jax.Array:
     x = x.astype(jnp.bfloat16)
-    return jnp.sum(
-        jax_ep.matmul_all_reduce(x, x.T, group=group, implementation=implementation).astype(jnp.float32), axis=1
-    )
+    product = jax_ep.matmul_all_reduce(x, x.T, group=group, implementation=implementation)
+    return jnp.sum(product.astype(jnp.float32), axis=1)
 
 
 def reduced(group: Group, x: jax.Array) -> jax.Array:
@@ -50,24 +49,22 @@ def exchanged(group: Group, x: jax.Array) -> jax.Array:
     return jnp.sum(out.astype(jnp.float32), axis=1)
 
 
-# By name: what even and what odd processes run, as (op, tokens, dtype), and what the error says of the odd ones.
-Call = tuple[Callable[..., jax.Array], int, Any]
+# By name: what even and what odd processes run, as (op, tokens), and what the error says of the odd ones.
+Call = tuple[Callable[..., jax.Array], int]
 CASES: dict[str, tuple[Call, Call, str]] = {
-    "tokens": ((dispatched, 64, np.float32), (dispatched, 40, np.float32), "dispatch float32 T=40 "),
-    "many tokens": ((dispatched, 64, np.float32), (dispatched, 1100, np.float32), "dispatch float32 T=1100 "),
-    "op": ((dispatched, 64, np.float32), (multiplied, 64, np.float32), "matmul_all_reduce bfloat16 M=64 "),
-    "entries": ((reduced, 64, np.float32), (reduced, 40, np.float32), "sparse_all_reduce N=40 "),
-    "rows": ((exchanged, 64, np.float32), (exchanged, 40, np.float32), "ragged_all_to_all "),
+    "tokens": ((dispatched, 64), (dispatched, 40), "dispatch float32 T=40 "),
+    "many tokens": ((dispatched, 64), (dispatched, 1100), "dispatch float32 T=1100 "),
+    "op": ((dispatched, 64), (multiplied, 64), "matmul_all_reduce bfloat16 M=64 "),
+    "entries": ((reduced, 64), (reduced, 40), "sparse_all_reduce N=40 "),
+    "rows": ((exchanged, 64), (exchanged, 40), "ragged_all_to_all "),
 }
-
-
 PLANS = "plans"  # of a product whose two ranks exchange their tiles
 
 
 def prepare(group: Group, call: Call) -> Callable[[], Any]:
     """Compiled: XLA compiles a GPU's program together with the other processes, so all must compile both."""
-    op, tokens, dtype = call
-    spread = helpers.spread(group.mesh, np.ones((group.size, tokens, 16), dtype))
+    op, tokens = call
+    spread = helpers.spread(group.mesh, np.ones((group.size, tokens, 16), np.float32))
     program = jax.jit(helpers.per_rank(lambda x: op(group, x), group.mesh)).lower(spread).compile()
     return lambda: jax.block_until_ready(program(spread))
 
@@ -91,6 +88,6 @@ def differ_in_all(mesh: Mesh) -> None:
         with Group(mesh, "ep", timeout=60.0) as group:
             differ(name, group, even, odd, seen)
     if jax.default_backend() == "gpu" and jax.device_count() == 2:  # one call, in other shares
-        call = (multiplied, 1024, np.float32)
+        call = (multiplied, 1024)
         with Group(mesh, "ep", timeout=60.0, max_sms=32 if jax.process_index() % 2 else None) as group:
             differ(PLANS, group, call, call, " 30 CTAs, tiles 128x")

@@ -47,12 +47,10 @@ def test_rows(dtype: np.dtype, rng: helpers.Rng) -> None:
 def test_weights(rng: helpers.Rng) -> None:
     weights = (rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))).astype(np.float32)
     weights[1, :128, 128:256] = 0
-    quantized = helpers.fetch(jax.jit(quantize_weights)(weights))
-    assert quantized.values.dtype == oracle.FP8
-    assert quantized.values.shape == (3, 384, 256)
+    quantized = jax.jit(quantize_weights)(weights)
+    assert (quantized.values.dtype, quantized.values.shape) == (oracle.FP8, (3, 384, 256))
     assert quantized.scales.shape == (3, 3, 2)
-    found = helpers.fetch(dequantize(jax.tree.map(jnp.asarray, quantized), np.float32))
-    assert_rounded(found, weights)
+    assert_rounded(helpers.fetch(dequantize(quantized, np.float32)), weights)
 
 
 @pytest.mark.parametrize("kernel", [False, True])
@@ -226,8 +224,9 @@ def test_float8_has_no_gradient(lhs: Any, match: str) -> None:
 def test_weights_of_float8_arrays(rng: helpers.Rng) -> None:
     """They are those of the bits, of numpy, of JAX, and traced."""
     rhs = quantize_weights(jnp.asarray(rng.standard_normal((2, 128, 128)), jnp.float32))
-    different: list[Any] = [rhs.values, np.asarray(rhs.values)]
-    given = [Float8Weights(values, rhs.scales) for values in different]
-    given.append(jax.jit(lambda values: Float8Weights(values, rhs.scales))(rhs.values))
-    for weights in given:
+
+    def again(values: Any) -> Float8Weights:
+        return Float8Weights(values, rhs.scales)
+
+    for weights in (again(rhs.values), again(np.asarray(rhs.values)), jax.jit(again)(rhs.values)):
         np.testing.assert_array_equal(weights.bits, rhs.bits, strict=True)

@@ -40,6 +40,10 @@ def draw_slices(rng: Rng, each: int, size: int = SIZE, dtype: Any = np.int32) ->
     return slices_of(rng, rng.integers(0, 3, (size, size, each)), ROWS, ROWS, dtype)
 
 
+def draw_rows(rng: Rng, count: int, *leading: int) -> np.ndarray:
+    return rng.standard_normal((count, *leading, ROWS, 3)).astype(np.float32)
+
+
 def test_signature_is_that_of_jax() -> None:
     ours, theirs = (list(inspect.signature(f).parameters) for f in (ragged_all_to_all, jax.lax.ragged_all_to_all))
     assert ours == [*theirs, "group", "implementation"]
@@ -79,12 +83,9 @@ def test_narrow_dtypes_are_refused(dtype: np.dtype, name: str, program: Any) -> 
 
 @pytest.mark.parametrize("dtype", ["object", "U3", "M8[s]", "i4,f4"])
 def test_dtypes_of_numpy_alone_are_refused(dtype: str, group: Group, implementation: Implementation) -> None:
-    def body(*slices: jax.Array) -> jax.Array:
-        rows = np.zeros(ROWS, dtype)
-        return exchange(group, implementation)(rows, rows, *slices)
-
+    rows, indices = np.zeros(ROWS, dtype), np.zeros(SIZE, np.int32)
     with pytest.raises(TypeError, match=r"^ragged_all_to_all: operand must be of a dtype that jax has, got "):
-        jax.eval_shape(helpers.per_rank(body, group.mesh), *[np.zeros((SIZE, SIZE), np.int32)] * 4)
+        helpers.trace(group, lambda: exchange(group, implementation)(rows, rows, *[indices] * 4))
 
 
 @pytest.mark.matrix(1)
@@ -113,7 +114,7 @@ def test_keys_of_random_numbers(program: Any, rng: Rng) -> None:
 def test_operands_are_not_changed(group: Group, implementation: Implementation, rng: Rng) -> None:
     """The native call writes into the buffer of `output`: it must be a copy when `output` is used again."""
     slices = draw_slices(rng, each=1)
-    operand, output = rng.standard_normal((2, SIZE, ROWS, 3)).astype(np.float32)
+    operand, output = draw_rows(rng, 2, SIZE)
 
     def body(operand: jax.Array, output: jax.Array, *slices: jax.Array) -> tuple[jax.Array, jax.Array]:
         return exchange(group, implementation)(operand, output, *slices), output * 2
@@ -181,20 +182,14 @@ def test_no_rank_delivers_what_another_did_not_send(
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
 def test_constant_indices_beyond_32_bits(dtype: Any, group: Group, implementation: Implementation) -> None:
     """The indices are numpy's, whose arrays jax would narrow without a word."""
-    offsets = np.zeros(SIZE, dtype)
+    offsets, ones, ranks = np.zeros(SIZE, dtype), np.ones(SIZE, dtype), np.arange(SIZE, dtype=dtype)
     offsets[0] = 2**32 if np.iinfo(dtype).bits == 64 else 2**32 - 1
-    ones = np.ones(SIZE, dtype)
 
     def body(operand: jax.Array) -> jax.Array:
-        constants: Any = (offsets, ones, np.arange(SIZE, dtype=dtype), ones)
-        return exchange(group, implementation)(operand, operand, *constants)
+        return exchange(group, implementation)(operand, operand, offsets, ones, ranks, ones)
 
     with helpers.expect_failure(group, InvalidRoutingError, OUTSIDE, implementation):
         helpers.run(group, body, np.ones((SIZE, ROWS), np.float32))
-
-
-def draw_rows(rng: Rng, count: int, *leading: int) -> np.ndarray:
-    return rng.standard_normal((count, *leading, ROWS, 3)).astype(np.float32)
 
 
 @pytest.mark.matrix
@@ -217,11 +212,11 @@ def test_axis_index_groups(
             whole[part, i] = mine
         wanted[part, i] = oracle.ragged_all_to_all(operand[part, i], output[part, i], own)
     body = exchange(group, implementation, axis_index_groups=parts)
+    given = operand, output, *slices
     if batched:
-        actual = helpers.run(group, jax.vmap(body), operand, output, *slices)
+        np.testing.assert_array_equal(helpers.run(group, jax.vmap(body), *given), wanted)
     else:
-        actual = helpers.run(group, body, *(x[:, 0] for x in (operand, output, *slices)))[:, None]
-    np.testing.assert_array_equal(actual, wanted)
+        np.testing.assert_array_equal(helpers.run(group, body, *(x[:, 0] for x in given)), wanted[:, 0])
 
 
 IN_ONE_PART = "axis_index_groups must name each of the 4 ranks in one part, got"
@@ -274,11 +269,9 @@ def test_vmap(in_axes: Any, implementation: Implementation, group: Group, rng: R
     operands += [np.stack(x, axis=1) for x in zip(*drawn, strict=True)]
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * 6
     given = [x[:, 0] if axis is None else np.moveaxis(x, 1, 1 + axis) for x, axis in zip(operands, axes, strict=True)]
-    body = jax.vmap(exchange(group, implementation), in_axes=in_axes)
-    actual = helpers.run(group, body, *given)
+    actual = helpers.run(group, jax.vmap(exchange(group, implementation), in_axes=in_axes), *given)
     for i in range(batch):
-        each = (x[:, 0 if axis is None else i] for x, axis in zip(operands, axes, strict=True))
-        operand, output, *slices = each
+        operand, output, *slices = (x[:, 0 if axis is None else i] for x, axis in zip(operands, axes, strict=True))
         np.testing.assert_array_equal(actual[:, i], oracle.ragged_all_to_all(operand, output, oracle.Slices(*slices)))
 
 

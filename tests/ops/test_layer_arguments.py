@@ -6,44 +6,34 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import layer_cases
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
-from layer_cases import HIDDEN, SIZE, WIDTH, draw
+from helpers import zeros
 
 from jax_ep import Experts, Gated, Group, moe_mlp
 from jax_ep.float8 import Float8Weights
 
-LOCAL = layer_cases.EXPERTS // SIZE  # experts of a rank
+SIZE, LOCAL, HIDDEN, WIDTH = 4, 2, 16, 24  # LOCAL: experts of a rank
+FLOAT16 = np.float16
+MATRICES = {"gate": (LOCAL, HIDDEN, WIDTH), "up": (LOCAL, HIDDEN, WIDTH), "down": (LOCAL, WIDTH, HIDDEN)}
 
-FLOAT32, FLOAT16 = np.float32, np.float16
+
+def trace(group: Group, changes: dict[str, Any], options: dict[str, Any]) -> None:
+    """`changes` are those of `Experts`, of which numpy's arrays differ by rank."""
+
+    def layer() -> None:
+        fields = {name: zeros(shape) for name, shape in MATRICES.items()} | changes
+        arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray | Float8Weights)}
+        experts = Experts(**fields | jax.tree.map(helpers.vary, arrays))
+        given: dict[str, Any] = {"tokens": zeros((6, HIDDEN)), "expert_ids": zeros((6, 3), np.int32), "weights": None}
+        given |= {"experts": experts, "group": group, "implementation": "xla"}
+        moe_mlp(**given | options)
+
+    helpers.trace(group, layer)
 
 
 def clipped(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * up
-
-
-def zeros(*shape: int, dtype: Any = FLOAT32) -> Any:
-    return np.zeros(shape, dtype)
-
-
-def alike(matrix: Any) -> Experts:
-    return Experts(gate=matrix, up=matrix, down=matrix)
-
-
-def trace(group: Group, model: Any, ids: Any, changes: dict[str, Any], options: dict[str, Any]) -> None:
-    """`changes` are those of `Experts`."""
-
-    def layer(model: Any, ids: Any) -> jax.Array:
-        fields = dict(zip(("gate", "up", "down"), model[2:], strict=True)) | changes
-        arrays = {name: x for name, x in fields.items() if isinstance(x, np.ndarray | Float8Weights)}
-        fields |= jax.tree.map(helpers.vary, arrays)
-        given: dict[str, Any] = {"tokens": model.tokens, "expert_ids": ids, "weights": None}
-        given |= {"experts": Experts(**fields), "group": group, "implementation": "xla"}
-        return moe_mlp(**given | options)[0]
-
-    jax.eval_shape(helpers.per_rank(layer, group.mesh), model, ids)
 
 
 def unshaped(x: jax.Array) -> Any:
@@ -56,31 +46,35 @@ def nothing(gate: jax.Array, up: jax.Array) -> Any:
 
 def in_float8(columns: int = 1) -> Float8Weights:
     """[E / R, 128, 128], with one scale, if it is to be right."""
-    return Float8Weights(zeros(LOCAL, 128, 128, dtype=np.uint8), zeros(LOCAL, columns, 1))
+    return Float8Weights(zeros((LOCAL, 128, 128), np.uint8), zeros((LOCAL, columns, 1)))
+
+
+def alike(matrix: Any) -> Experts:
+    return Experts(gate=matrix, up=matrix, down=matrix)
 
 
 EXPERTS: list[tuple[dict[str, Any], str]] = [
     ({"gate": [1.0]}, "experts.gate must be an array, got list"),
     ({"down": 1}, "experts.down must be an array, got int"),
-    ({"gate": zeros(LOCAL, HIDDEN + 1, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\]"),
-    ({"gate": zeros(0, HIDDEN, WIDTH)}, "experts.gate must have at least one expert on every rank"),
-    ({"gate": zeros(HIDDEN, WIDTH)}, r"experts.gate must have shape \[E / R, H, F\], got \(16, 24\)"),
-    ({"up": zeros(LOCAL, HIDDEN, WIDTH + 8)}, r"experts.up must have shape \[E / R, H, F\]"),
-    ({"up": zeros(LOCAL, HIDDEN, WIDTH, dtype=FLOAT16)}, "experts.up must be of dtype float32, got float16"),
+    ({"gate": zeros((LOCAL, HIDDEN + 1, WIDTH))}, r"experts.gate must have shape \[E / R, H, F\]"),
+    ({"gate": zeros((0, HIDDEN, WIDTH))}, "experts.gate must have at least one expert on every rank"),
+    ({"gate": zeros((HIDDEN, WIDTH))}, r"experts.gate must have shape \[E / R, H, F\], got \(16, 24\)"),
+    ({"up": zeros((LOCAL, HIDDEN, WIDTH + 8))}, r"experts.up must have shape \[E / R, H, F\]"),
+    ({"up": zeros((LOCAL, HIDDEN, WIDTH), FLOAT16)}, "experts.up must be of dtype float32, got float16"),
     ({"gate": None, "up": None}, "experts.gate and experts.up must not both be None"),
-    ({"gate": zeros(LOCAL, HIDDEN, 7), "up": None}, r"experts.gate must have shape \[E / R, H, 2 F\] where experts.up"),
-    ({"down": zeros(LOCAL, HIDDEN, WIDTH)}, r"experts.down must have shape \[E / R, F, H\]"),
-    ({"biases": 3}, r"experts.biases must be None or a triple \(gate, up, down\), got int"),
-    ({"biases": (None, zeros(1, 3), None)}, r"experts.biases\[1\] must have shape \[E / R, F\] = \(2, 24\)"),
     (
-        {"biases": (None, None, zeros(LOCAL, HIDDEN, dtype=np.float64))},
+        {"gate": zeros((LOCAL, HIDDEN, 7)), "up": None},
+        r"experts.gate must have shape \[E / R, H, 2 F\] where experts.up",
+    ),
+    ({"down": zeros((LOCAL, HIDDEN, WIDTH))}, r"experts.down must have shape \[E / R, F, H\]"),
+    ({"biases": 3}, r"experts.biases must be None or a triple \(gate, up, down\), got int"),
+    ({"biases": (None, zeros((1, 3)), None)}, r"experts.biases\[1\] must have shape \[E / R, F\] = \(2, 24\)"),
+    (
+        {"biases": (None, None, zeros((LOCAL, HIDDEN), np.float64))},
         r"experts.biases\[2\] must be of dtype float32, got float64",
     ),
-    ({"gate": None, "biases": (zeros(LOCAL, WIDTH), None, None)}, r"experts.biases\[0\] must be None where"),
-    (
-        {"activation": "swiglu"},
-        "experts.activation must be one of 'silu', 'gelu', 'relu', 'clam.*; got 'swiglu'",
-    ),
+    ({"gate": None, "biases": (zeros((LOCAL, WIDTH)), None, None)}, r"experts.biases\[0\] must be None where"),
+    ({"activation": "swiglu"}, "experts.activation must be one of 'silu', 'gelu', 'relu', 'clam.*; got 'swiglu'"),
     ({"activation": None}, "experts.activation must be a function, Gated or one of 'silu', .*, got None"),
     ({"activation": Gated(3)}, "experts.activation must be Gated of a function of two arrays, got 3"),  # pyright: ignore
     ({"gate": None, "activation": Gated(clipped)}, "experts.activation must be of one argument where experts.gate"),
@@ -89,24 +83,21 @@ EXPERTS: list[tuple[dict[str, Any], str]] = [
 ]
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tokens": [1.0]}, "tokens must be an array, got list"),
-    ({"tokens": zeros(2, 3, HIDDEN)}, r"tokens .* \[T, H\], got \(2, 3, 16\): flatten batches by \.reshape\(-1, H\)"),
-    ({"expert_ids": zeros(2, 3, 3, dtype=int)}, r"expert_ids .*: flatten batches by \.reshape\(-1, K\)"),
+    ({"tokens": zeros((2, 3, HIDDEN))}, r"tokens .* \[T, H\], got \(2, 3, 16\): flatten batches by \.reshape\(-1, H\)"),
+    ({"expert_ids": zeros((2, 3, 3), int)}, r"expert_ids .*: flatten batches by \.reshape\(-1, K\)"),
     (
-        {"expert_ids": zeros(6, 3), "weights": zeros(6, 3, dtype=int)},
+        {"expert_ids": zeros((6, 3)), "weights": zeros((6, 3), int)},
         "expert_ids must be of an integer dtype, got float32: the order is tokens, expert_ids, weights, but jax.lax",
     ),
     ({"experts": None}, r"experts must be a jax_ep\.Experts, got NoneType"),
-    ({"shared_experts": (zeros(HIDDEN, 8),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
+    ({"shared_experts": (zeros((HIDDEN, 8)),) * 3}, r"shared_experts must be a jax_ep\.Experts, got tuple"),
+    ({"shared_experts": alike(zeros((HIDDEN, 8)))}, r"shared_experts\.down must have shape \[F, H\] = \(8, 16\)"),
     (
-        {"shared_experts": alike(zeros(HIDDEN, 8))},
-        r"shared_experts\.down must have shape \[F, H\] = \(8, 16\)",
-    ),
-    (
-        {"shared_experts": alike(zeros(HIDDEN, 8, dtype=FLOAT16))},
+        {"shared_experts": alike(zeros((HIDDEN, 8), FLOAT16))},
         r"shared_experts\.gate must be of dtype float32, got float16",
     ),
     (
-        {"shared_experts": alike(zeros(1, HIDDEN, 8))},
+        {"shared_experts": alike(zeros((1, HIDDEN, 8)))},
         r"shared_experts\.gate must have shape \[H, F\], got \(1, 16, 8\)",
     ),
     ({"capacity": 0}, "capacity must be at least 1, got 0"),
@@ -122,14 +113,14 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 OF_A_PRODUCT: list[tuple[dict[str, Any], str]] = [
     ({"biases": (None,) * 3}, "experts.biases must be None where product is given"),
-    ({"up": (zeros(3, HIDDEN), zeros(LOCAL))}, "each leaf of experts must have the rank's experts, one or more"),
+    ({"up": (zeros((3, HIDDEN)), zeros((LOCAL,)))}, "each leaf of experts must have the rank's experts, one or more"),
     ({"up": {}}, "experts.up must have a leaf, got none"),
     ({"down": [3]}, "each leaf of experts.down must be an array, got int"),
 ]
 
 
-OF_128 = {name: zeros(LOCAL, 128, 128) for name in ("gate", "up", "down")}
-WIDE = {name: zeros(LOCAL, 128, 256) for name in ("gate", "up")}
+OF_128 = {name: zeros((LOCAL, 128, 128)) for name in ("gate", "up", "down")}
+WIDE = {name: zeros((LOCAL, 128, 256)) for name in ("gate", "up")}
 OF_FLOAT8: list[tuple[dict[str, Any], str | None, str]] = [
     (OF_128 | {"up": in_float8()}, None, "experts.up must be an array unless precision='float8'"),
     (WIDE | {"down": in_float8()}, "float8", r"experts.down must have shape .* = \(2, 256, 128\), got Float8"),
@@ -144,33 +135,21 @@ NO_ARRAYS = Float8Weights(None, None)  # pyright: ignore[reportArgumentType] - a
         *((changes, {}, match) for changes, match in EXPERTS),
         *(({}, options, match) for options, match in OPTIONS),
         ({"gate": NO_ARRAYS}, {"precision": "float8"}, "experts.gate.bits must be an array, got NoneType"),
-        *((changes, {"tokens": zeros(6, 128), "precision": by}, match) for changes, by, match in OF_FLOAT8),
+        *((changes, {"tokens": zeros((6, 128)), "precision": by}, match) for changes, by, match in OF_FLOAT8),
         *((changes, {"product": clipped}, match) for changes, match in OF_A_PRODUCT),
     ],
 )
-def test_refused_by_name(
-    changes: dict[str, Any], options: dict[str, Any], match: str, group: Group, rng: np.random.Generator
-) -> None:
-    layer, case, _ = draw(rng, np.float32)
+def test_refused_by_name(changes: dict[str, Any], options: dict[str, Any], match: str, group: Group) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^moe_mlp: {match}"):
-        trace(group, layer, case.ids, changes, options)
+        trace(group, changes, options)
 
 
-def test_experts_that_are_not_sharded_are_refused(group: Group, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("name", MATRICES)
+def test_experts_that_are_not_sharded_are_refused(name: str, group: Group) -> None:
     """They would be taken for R times as many experts, of which the first ranks own all that tokens name."""
-    model, case, _ = draw(rng, np.float32)
-    flat, spec = jax.tree.map(np.concatenate, model), P("ep")
-
-    def layer(model: Any, ids: jax.Array) -> jax.Array:
-        return helpers.moe_sums(model.tokens, ids, None, *model[2:], group=group, implementation="xla")
-
-    for name in ("gate", "up", "down"):
-        specs = type(model)(*[spec] * 5)._replace(**{name: P()})
-        mapped = jax.shard_map(layer, mesh=group.mesh, in_specs=(specs, spec), out_specs=spec)
-        match = rf"^moe_mlp: experts.{name} must be of the experts that each rank owns, .*P\('ep'\)"
-        given = flat._replace(**{name: getattr(flat, name)[:LOCAL]})
-        with pytest.raises(ValueError, match=match):
-            jax.eval_shape(mapped, given, np.concatenate(case.ids))
+    match = rf"^moe_mlp: experts.{name} must be of the experts that each rank owns, .*P\('ep'\)"
+    with pytest.raises(ValueError, match=match):
+        trace(group, {name: jnp.zeros(MATRICES[name])}, {})
 
 
 def test_experts_are_named() -> None:

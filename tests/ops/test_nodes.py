@@ -2,10 +2,10 @@
 there and back, in chunks the results of whole tokens by as many calls as chunks, odd routings, and what is refused."""
 
 import dataclasses
-import functools
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helpers
@@ -15,7 +15,6 @@ import nodes_cases
 import numpy as np
 import pytest
 from helpers import Rng
-from jax.sharding import PartitionSpec as P
 from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K, over, run, uneven
 
 import jax_ep
@@ -69,13 +68,9 @@ def test_what_does_not_leave_a_node(rng: Rng) -> None:
         assert group._resolve("ragged_all_to_all", "auto") == "xla"
         with pytest.raises(PlatformError, match="ragged_all_to_all: groups across nodes need implementation='xla'"):
             group._resolve("ragged_all_to_all", "kernels")
-        rows = rng.standard_normal((16, 3)).astype(np.float32)
-
-        def body(rows: jax.Array) -> jax.Array:
-            return ragged_all_to_all(rows, rows, *[jnp.zeros(4, jnp.int32)] * 4, axis_name=AXES)
-
-        mapped = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False))
-        np.testing.assert_array_equal(helpers.fetch(mapped(rows)), rows)
+        rows, indices = rng.standard_normal((2, 2, 4, 3)).astype(np.float32), np.zeros((2, 2, 4), np.int32)
+        program = helpers.per_rank(partial(ragged_all_to_all, axis_name=AXES), group.mesh, check_vma=False)
+        np.testing.assert_array_equal(helpers.fetch(program(rows, rows, *[indices] * 4)), rows)
 
 
 def test_the_plan() -> None:
@@ -225,19 +220,17 @@ def test_a_routing_that_names_no_token(implementation: Implementation, rng: Rng)
     case = helpers.draw_case(rng, 4, TOKENS, TOP_K, EXPERTS, HIDDEN)
     with over(2, 2, nodes=NodeOptions(3)) as group:
         operands = helpers.on_mesh(group.mesh, case)
-        options: dict[str, Any] = {"on_overflow": "drop", "implementation": implementation}
+        options: dict[str, Any] = {"num_experts": EXPERTS, "on_overflow": "drop", "implementation": implementation}
 
         def body(wrong: int, *operands: jax.Array) -> jax.Array:
-            tokens, ids, weights = operands
-            out = dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, **options)
+            out = dispatch(*operands, group=group, **options)
             assert isinstance(out.routing, NodeRouting)
             assert out.routing.sent is not None
             spoiled = dataclasses.replace(out.routing, sent=out.routing.sent.at[1, 0].set(wrong))
             return combine(out.rows, spoiled, group=group, implementation=implementation)
 
         for wrong in (-1, TOKENS + 1, -(2**31), 2**31 - 1):
-            sums = helpers.run(group, functools.partial(body, wrong), *operands)
-            assert np.isnan(sums).all()
+            assert np.isnan(helpers.run(group, partial(body, wrong), *operands)).all()
 
 
 def test_a_routing_of_another_kind(rng: Rng) -> None:

@@ -11,7 +11,6 @@ import moe_oracle
 import numpy as np
 import pytest
 from conftest import OpenGroup
-from layer_cases import draw, layer_of
 
 from jax_ep import Experts, Group, all_gather_matmul, lax, moe_mlp
 from jax_ep._kit import gemm
@@ -47,11 +46,15 @@ def quantized(program: Any, modules: str = EVERYWHERE, dtype: Any = FLOAT8, prov
 def test_layer(modules: str, options: Any, check_vma: bool, open_group: OpenGroup, rng: helpers.Rng) -> None:
     """Forward and backward, of which JAX takes the derivative after the model has returned; a rule for other modules
     changes nothing. Float32 decides few roundings to float8 otherwise than float64."""
-    model, case, cotangent = draw(rng, FLOAT32)
+    case = helpers.draw_case(rng, 4, 6, 3, 8, 16)
+    model, cotangent = moe_oracle.draw_layer(rng, case.tokens, case.weights, 8, 24), case.tokens[:, ::-1]
+    case.ids[0, 0], case.ids[1, :, 1] = (-1, 8, helpers.BIG), case.ids[1, :, 0]
     group, check_vma = open_group(), check_vma and "cpu" not in gemm.pallas_platforms()
-    layer = layer_of(group, **options)
-    program = helpers.per_rank(lambda m, ids: layer(m[0], ids, *m[1:]), group.mesh, check_vma=check_vma)
-    run = quantized(program, modules)
+
+    def layer(model: Any, ids: jax.Array) -> jax.Array:
+        return helpers.moe_sums(model.tokens, ids, *model[1:], group=group, **options)
+
+    run = quantized(helpers.per_rank(layer, group.mesh, check_vma=check_vma), modules)
     out, pull = jax.vjp(lambda m: run(m, case.ids), jax.tree.map(jnp.asarray, model))
     found = helpers.fetch((out, pull(jnp.asarray(cotangent))[0]))
     plain, in_float8 = (

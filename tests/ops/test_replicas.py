@@ -72,12 +72,10 @@ def assert_alike(plan: nn.ReplicaPlan, wanted: nn.ReplicaPlan) -> None:
 
 def test_a_plan_is_made_on_the_host() -> None:
     with pytest.raises(TypeError, match=r"^plan_replicas: load must be known on the host, got a traced float32\[4\]"):
-        jax.eval_shape(lambda load: nn.plan_replicas(load, num_ranks=2, num_slots=4), jnp.ones(4))
+        jax.eval_shape(partial(nn.plan_replicas, num_ranks=2, num_slots=4), jnp.ones(4))
 
 
 PLAN = nn.plan_replicas(np.ones(200), num_ranks=2, num_slots=400)
-
-
 IDS = np.zeros((1, 1), int)
 OTHER = nn.plan_replicas(np.ones(6), num_ranks=2, num_slots=8)
 EIGHT, DIVIDE = (np.ones(8), 4, 12), "num_nodes must divide 4 ranks and"
@@ -111,15 +109,13 @@ REFUSED: list[tuple[str, tuple[Any, ...], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("op", "given", "options", "match"), REFUSED)
-def test_what_is_refused(op: str, given: Any, options: Any, match: str, group: Group) -> None:
-    def call() -> Any:
-        if op == "plan_replicas":
-            load, num_ranks, num_slots = given
-            return nn.plan_replicas(load, num_ranks=num_ranks, num_slots=num_slots, **options)
-        return nn.physical_ids(*given, **options) if op == "physical_ids" else nn.replicate(*given, group=group)
-
+def test_what_is_refused(op: str, given: Any, options: dict[str, Any], match: str, group: Group) -> None:
+    if op == "plan_replicas":
+        given, options = given[:1], options | dict(zip(("num_ranks", "num_slots"), given[1:], strict=True))
+    elif op == "replicate":
+        options = {"group": group}
     with pytest.raises((ValueError, TypeError), match=f"^{op}: {match}"):
-        helpers.trace(group, call)
+        helpers.trace(group, lambda: getattr(nn, op)(*given, **options))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
@@ -163,17 +159,16 @@ def test_matrices_go_out_and_gradients_come_home(implementation: Implementation,
     }
     codes = rng.integers(-128, 127, (experts, 6)).astype(np.int8)
     cotangent = {name: rng.integers(100, 250, (slots, *x.shape[1:])) for name, x in given.items()}
-
-    traced = []
+    body = partial(nn.replicate, group=group, implementation=implementation)
+    replicate, traced = helpers.sharded(group.mesh, body, (P("ep"), P()), P("ep")), []
 
     @jax.jit
     def both(given: Any, plan: nn.ReplicaPlan, cotangent: Any) -> Any:
         traced.append(plan)
 
         def whole(given: Any) -> Any:
-            body = partial(nn.replicate, group=group, implementation=implementation)
-            out = helpers.sharded(group.mesh, body, (P("ep"), P()), P("ep"))({**given, "codes": codes}, plan)
-            return {name: out[name] for name in given}, out["codes"]
+            out = replicate(given | {"codes": codes}, plan)
+            return out, out.pop("codes")
 
         out, pull, sent = jax.vjp(whole, given, has_aux=True)
         return out, sent, pull(jax.tree.map(lambda c, x: c.astype(x.dtype), cotangent, out))[0]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import helpers
@@ -23,15 +24,13 @@ LEAVES = ("targets", "row_of", "weights", "counts", "dropped", "invalid")
 
 
 def dispatched(group: Group, rng: helpers.Rng) -> tuple[helpers.Case, Dispatched]:
-    def body(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> Dispatched:
-        return dispatch(tokens, ids, weights, group=group, num_experts=EXPERTS, capacity=CAPACITY, alignment=4)
-
     case = helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    return case, helpers.run(group, body, *case)
+    options: dict[str, Any] = {"group": group, "num_experts": EXPERTS, "capacity": CAPACITY, "alignment": 4}
+    return case, helpers.run(group, partial(dispatch, **options), *case)
 
 
-def combined(group: Group) -> Callable[..., Any]:
-    return helpers.per_rank(lambda rows, routing: combine(rows, routing, group=group), group.mesh)
+def combined(group: Group, **by: Any) -> Callable[..., Any]:
+    return helpers.per_rank(partial(combine, group=group, **by), group.mesh)
 
 
 def gradient(group: Group) -> Callable[..., Any]:
@@ -87,7 +86,7 @@ def test_out_of_bounds(program: Any, leaf: str, limit: int, native: None, group:
 
 def test_xla_gives_nan_for_rows_that_are_not(native: None, group: Group, rng: helpers.Rng) -> None:
     case, out = dispatched(group, rng)
-    program = helpers.per_rank(lambda *x: combine(*x, group=group, implementation="xla"), group.mesh)
+    program = combined(group, implementation="xla")
     actual = helpers.fetch(program(out.rows, spoilt(out.routing, "row_of", CAPACITY))).copy()
     assert np.isnan(actual[0, 0]).all()
     actual[0, 0] = helpers.fetch(program(out.rows, out.routing))[0, 0]
@@ -176,13 +175,7 @@ def test_replicated(native: None, group: Group, rng: helpers.Rng) -> None:
     all_ranks, one = (jax.tree.map(f, out.routing) for f in (np.concatenate, lambda x: x[0]))
     shape = r"row_of must have shape \[R, T, K\] = \(2, 12, 3\)"
     for routing, check_vma, match in ((all_ranks, True, shape), (all_ranks, False, shape), (one, True, DIFFER)):
-        body = jax.shard_map(
-            lambda rows, routing: combine(rows, routing, group=group),
-            mesh=group.mesh,
-            in_specs=(P("ep"), P()),
-            out_specs=P("ep"),
-            check_vma=check_vma,
-        )
+        body = helpers.sharded(group.mesh, partial(combine, group=group), (P("ep"), P()), P("ep"), check_vma)
         with pytest.raises(ValueError, match=rf"^combine: routing\.{match}"):
             jax.eval_shape(body, np.concatenate(out.rows), routing)
 

@@ -2,7 +2,6 @@
 
 import gc
 import pickle
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,9 @@ from jax_ep import Group
 EXPERTS = 8
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
 
-pytestmark = pytest.mark.usefixtures("native")
-
-
 SIZE = min(4, helpers.largest_size())
+
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def case_of(size: int) -> helpers.Case:
@@ -46,58 +44,52 @@ def in_new_process(script: str, *arguments: str) -> str:
     return helpers.run_python("-c", helpers.knowing(__name__, opening + script), *arguments)
 
 
-def save(group: Group, path: Path) -> helpers.Case:
-    case = case_of(group.size)
-    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled(group, case))))
-    return case
-
-
-LOAD = """
-import pickle
+OTHER_GROUP_FIRST = """
+import pickle, pytest
 from jax.experimental import serialize_executable
+open_group(2).close()
+other = open_group(4)
 saved = pickle.loads(open(sys.argv[1], 'rb').read())
 program = serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:2])
 case = here.case_of(2)
+with pytest.raises(jax.errors.JaxRuntimeError, match='open a jax_ep.Group over the mesh and axis'):
+    helpers.fetch(program(*case))
+group = open_group(2)
+here.assert_right(program, case)
+print('right')
+"""
+CACHED = """
+jax.config.update('jax_compilation_cache_dir', sys.argv[1])
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+groups = [open_group(size) for size in map(int, sys.argv[2])]
+group = next(group for group in groups if group.size == 2)
+program = helpers.dispatch_combine(group, **here.OPTIONS)
+here.assert_right(program, here.case_of(2))
+print('right')
 """
 
 
 def test_a_saved_program_says_which_group_to_open_and_finds_it(open_group: OpenGroup, tmp_path: Path) -> None:
     """Where ids were counters, a group of 4 ranks got the calls of one of 2, and wrote beyond their buffers."""
-    save(open_group(2), tmp_path / "program")
-    script = (
-        "open_group(2).close()\nother = open_group(4)\n"
-        + LOAD
-        + "import pytest\n"
-        + "with pytest.raises(jax.errors.JaxRuntimeError, match='open a jax_ep.Group over the mesh and axis'):\n"
-        + "    helpers.fetch(program(*case))\n"
-        + "group = open_group(2)\nhere.assert_right(program, case); print('right')"
-    )
-    assert "right" in in_new_process(script, str(tmp_path / "program"))
+    path = tmp_path / "program"
+    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled(open_group(2), case_of(2)))))
+    assert "right" in in_new_process(OTHER_GROUP_FIRST, str(path))
 
 
 def test_the_compilation_cache_serves_another_process(tmp_path: Path) -> None:
-    script = (
-        "jax.config.update('jax_compilation_cache_dir', sys.argv[1])\n"
-        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
-        "jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)\n"
-        "groups = [open_group(size) for size in map(int, sys.argv[2])]\n"
-        "group = next(group for group in groups if group.size == 2)\n"
-        "program = helpers.dispatch_combine(group, **here.OPTIONS)\n"
-        "here.assert_right(program, here.case_of(2)); print('right')"
-    )
-    assert "right" in in_new_process(script, str(tmp_path), "2")
+    assert "right" in in_new_process(CACHED, str(tmp_path), "2")
     kept = {path.name for path in tmp_path.rglob("*-cache")}
     assert kept
-    assert "right" in in_new_process(script, str(tmp_path), "42")
+    assert "right" in in_new_process(CACHED, str(tmp_path), "42")
     assert {path.name for path in tmp_path.rglob("*-cache")} == kept  # nothing was compiled anew
 
 
 def test_an_exported_program(open_group: OpenGroup) -> None:
     group, other = open_group(2), open_group(4)
-    case = case_of(2)
     body = helpers.round_trip(group, **OPTIONS)
     program = helpers.per_rank(lambda *operands: body(*operands)[1], group.mesh)
-    operands = jax.device_put(tuple(case), NamedSharding(group.mesh, PartitionSpec("ep")))
+    operands = jax.device_put(tuple(case_of(2)), NamedSharding(group.mesh, PartitionSpec("ep")))
     wanted = helpers.fetch(program(*operands))
     names = ("jax_ep_dispatch", "jax_ep_combine")
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
@@ -159,10 +151,10 @@ def test_a_program_compiled_ahead_keeps_its_group() -> None:
     with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in another place than the one that lives on
         assert helpers.native(another).id != native_id
     del program
-    deadline = time.monotonic() + 10
-    found = 0
-    while found != native_id and time.monotonic() < deadline:
+
+    def is_in_its_place() -> bool:
         gc.collect()
         with Group(helpers.mesh_of(ep=SIZE), "ep") as another:  # in the place of the one that has ended now
-            found = helpers.native(another).id
-    assert found == native_id
+            return helpers.native(another).id == native_id
+
+    helpers.wait_until(is_in_its_place, 10)

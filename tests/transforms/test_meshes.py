@@ -13,8 +13,9 @@ import oracle
 import pytest
 from conftest import OpenGroup, Rng
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from mismatch_cases import dispatched, exchanged, multiplied
 
-from jax_ep import Group, Implementation, dispatch, matmul_all_reduce
+from jax_ep import Group, Implementation, dispatch
 from jax_ep.lax import ragged_all_to_all
 
 EXPERTS, TOKENS, TOP_K, HIDDEN, SIZE = 8, 5, 2, 16, 4
@@ -25,8 +26,8 @@ def over(mesh: Mesh, axes: Any, **options: Any) -> Group:
     return Group(mesh, axes, timeout=30, **options)
 
 
-def flat(*ranks: np.ndarray) -> list[np.ndarray]:
-    return [x.reshape(-1, *x.shape[2:]) for x in ranks]
+def drawn(rng: Rng, size: int) -> helpers.Case:
+    return helpers.draw_case(rng, size, TOKENS, TOP_K, EXPERTS, HIDDEN)
 
 
 def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> None:
@@ -34,12 +35,9 @@ def test_a_tuple_of_one_axis_is_that_axis(implementation: Implementation) -> Non
     with over(helpers.mesh_of(ep=SIZE), ("ep",)) as group:
         assert group.axis_name == "ep"
         for axes in ("ep", ("ep",)):
-
-            def body(rows: jax.Array, indices: jax.Array, axes: Any = axes) -> jax.Array:
-                return ragged_all_to_all(rows, rows, *[indices] * 4, axis_name=axes, implementation=implementation)
-
-            mapped = jax.jit(jax.shard_map(body, mesh=group.mesh, in_specs=P(axes), out_specs=P(axes)))
-            np.testing.assert_array_equal(helpers.fetch(mapped(rows, indices)), rows)
+            body = partial(ragged_all_to_all, axis_name=axes, implementation=implementation)
+            program = helpers.sharded(group.mesh, body, P(axes), P(axes))
+            np.testing.assert_array_equal(helpers.fetch(program(rows, rows, *[indices] * 4)), rows)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +58,8 @@ def test_axes_left_to_the_compiler(implementation: Implementation, rng: Rng) -> 
     """No type says how they shard an operand, so they are refused; a shard_map inside over them says it."""
     mesh = helpers.mesh_of(dp=2, ep=2)
     assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
-    cases = [helpers.draw_case(rng, 2, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(2)]
-    operands = flat(*(np.concatenate(x) for x in zip(*cases, strict=True)))
+    cases = [drawn(rng, 2) for _ in range(2)]
+    operands = [np.concatenate(np.stack(x, axis=1).reshape(2, 2 * TOKENS, -1)) for x in zip(*cases, strict=True)]
     with over(mesh, "ep") as group:
         both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
 
@@ -77,8 +75,7 @@ def test_axes_left_to_the_compiler(implementation: Implementation, rng: Rng) -> 
         def nested(*here: jax.Array) -> Any:
             return jax.shard_map(both, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})(*here)
 
-        by_rank = [x.reshape(2, 2, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape) for x in operands]
-        results = helpers.fetch(partly(nested)(*by_rank))
+        results = helpers.fetch(partly(nested)(*operands))
     for index, case in enumerate(cases):
         actual: Any = jax.tree.map(lambda x, i=index: x.reshape(2, 2, -1, *x.shape[1:])[:, i], results)
         helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
@@ -113,26 +110,17 @@ def test_equal_sub_meshes(implementation: Implementation, rng: Rng) -> None:
 
 def test_a_mesh_without_devices(implementation: Implementation, rng: Rng) -> None:
     """A shard_map over an AbstractMesh finds the group by its axes and sizes."""
-    case = helpers.draw_case(rng, SIZE, TOKENS, TOP_K, EXPERTS, HIDDEN)
-    mesh = helpers.mesh_of(ep=SIZE)
+    case, mesh, indices = drawn(rng, SIZE), helpers.mesh_of(ep=SIZE), np.zeros((SIZE, SIZE), np.int32)
     with pytest.raises(TypeError, match=r"^Group: mesh must have devices, got an AbstractMesh"):
         Group(mesh.abstract_mesh, "ep")  # pyright: ignore[reportArgumentType]
-    with over(mesh, "ep") as group:
+    with over(mesh, "ep") as group, jax.set_mesh(mesh):
         both = helpers.round_trip(group, num_experts=EXPERTS, implementation=implementation)
-
-        def exchange(rows: jax.Array, indices: jax.Array) -> jax.Array:
-            return ragged_all_to_all(rows, rows, *[indices] * 4, axis_name="ep", implementation=implementation)
-
-        def mapped(body: Any) -> Any:
-            return jax.jit(jax.shard_map(body, mesh=mesh.abstract_mesh, in_specs=P("ep"), out_specs=P("ep")))
-
-        with jax.set_mesh(mesh):
-            results = helpers.fetch(mapped(both)(*flat(*case)))
-            rows = case.tokens.reshape(-1, HIDDEN)
-            same = helpers.fetch(mapped(exchange)(rows, np.zeros(SIZE * SIZE, np.int32)))
-    np.testing.assert_array_equal(same, rows)
-    actual: Any = jax.tree.map(lambda x: x.reshape(SIZE, -1, *x.shape[1:]), results)
-    helpers.assert_round_trip(actual, case, num_experts=EXPERTS)
+        exchange = partial(ragged_all_to_all, axis_name="ep", implementation=implementation)
+        abstract: Any = mesh.abstract_mesh
+        results = helpers.fetch(helpers.per_rank(both, abstract)(*case))
+        same = helpers.fetch(helpers.per_rank(exchange, abstract)(case.tokens, case.tokens, *[indices] * 4))
+    np.testing.assert_array_equal(same, case.tokens)
+    helpers.assert_round_trip(results, case, num_experts=EXPERTS)
 
 
 MESHES: list[tuple[dict[str, int], Any]] = [
@@ -155,7 +143,7 @@ def test_one_group_for_each_line(shape: dict[str, int], axes: Any, implementatio
         assert (group.axis_name, group.size) == (axes, np.prod([mesh.devices.shape[i] for i in along]))
         program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
         count = mesh.size // group.size
-        lines = [helpers.draw_case(rng, group.size, TOKENS, TOP_K, EXPERTS, HIDDEN) for _ in range(count)]
+        lines = [drawn(rng, group.size) for _ in range(count)]
 
         def spread(*ranks: np.ndarray) -> np.ndarray:  # [R, ...] of each line -> the mesh's axes in front
             by_axis = np.concatenate(ranks).reshape(*(mesh.devices.shape[i] for i in order), *ranks[0].shape[1:])
@@ -173,29 +161,20 @@ def test_one_group_for_each_line(shape: dict[str, int], axes: Any, implementatio
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("op", ["dispatch", "the gradient of dispatch", "ragged_all_to_all", "matmul_all_reduce"])
-def test_devices_in_another_order(op: str, open_group: OpenGroup) -> None:
+@pytest.mark.parametrize(
+    ("op", "gradient"), [(dispatched, False), (dispatched, True), (exchanged, False), (multiplied, False)]
+)
+def test_devices_in_another_order(op: Any, gradient: bool, open_group: OpenGroup) -> None:
     """No type tells them apart, so nothing would, until results are wrong: refused when the op is lowered."""
-    group = open_group(2)
+    group, x = open_group(2), jnp.zeros((2, 8, 16), jnp.bfloat16)
     other = Mesh(group.mesh.devices[::-1], group.mesh.axis_names)
-    tokens, ids = jnp.zeros((2, 8, 16), jnp.bfloat16), jnp.zeros((2, 8, 2), jnp.int32)
-
-    def routed(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return dispatch(tokens, ids, group=group, num_experts=EXPERTS, implementation="kernels").rows
-
-    def exchanged(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return ragged_all_to_all(tokens, tokens, *[ids[:2, 0]] * 4, axis_name="ep")
-
-    def multiplied(tokens: jax.Array, ids: jax.Array) -> jax.Array:
-        return matmul_all_reduce(tokens, tokens.T, group=group, implementation="kernels")
-
-    bodies: dict[str, Any] = {"dispatch": routed, "ragged_all_to_all": exchanged, "matmul_all_reduce": multiplied}
-    bodies["the gradient of dispatch"] = jax.grad(lambda tokens, ids: routed(tokens, ids).sum())
-    jax.jit(helpers.per_rank(bodies[op], group.mesh)).lower(tokens, ids)
+    body = jax.grad(lambda x: op(group, x).sum()) if gradient else partial(op, group)
+    jax.jit(helpers.per_rank(body, group.mesh)).lower(x)
     here, wanted = ([device.id for device in mesh.devices.flat] for mesh in (other, group.mesh))
-    message = f"{op.split()[-1]}: the devices of jax.shard_map must be the group's in this order, {wanted}, got {here}"
+    name = {exchanged: "ragged_all_to_all", multiplied: "matmul_all_reduce"}.get(op, "dispatch")
+    message = f"{name}: the devices of jax.shard_map must be the group's in this order, {wanted}, got {here}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        jax.jit(helpers.per_rank(bodies[op], other)).lower(tokens, ids)
+        jax.jit(helpers.per_rank(body, other)).lower(x)
 
 
 def test_axes_in_another_order_are_refused(open_group: OpenGroup) -> None:

@@ -1,101 +1,61 @@
 """Names of ops in HLO, which profiles show, forward and backward."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import helpers
 import jax
-import jax.numpy as jnp
+import matmul_cases
 import pytest
+import test_matrix
+from conftest import Rng
+from matrix_forms import Form, Function
 
-import jax_ep
-from jax_ep import Experts, Group, Implementation, SparseRows, embedding, lax
+from jax_ep import Group, Implementation, embedding
 
 NAME = re.compile(r'op_name="([^"]*)"')
-TOKENS, IDS = jnp.ones((2, 8, 16)), jnp.arange(16, dtype=jnp.int32).reshape(2, 8, 1) % 4
-SIZES = jnp.full((2, 2), 4, jnp.int32)
-OFFSETS = jnp.array([0, 4], jnp.int32)
 
 
-def _moe(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-    matrix = helpers.vary(jnp.ones((2, 16, 16)))
-    return jax_ep.moe_mlp(x, ids, None, Experts(gate=matrix, up=matrix, down=matrix), **given)[0]
+def lookup(form: Form, group: Group) -> Function:
+    def taken(floats: Any, known: Any) -> jax.Array:
+        table, ids = floats["tokens"], known["ids"]
+        needed = embedding.rows_needed(ids, group.size * len(table), group=group)
+        rows = embedding.sharded_lookup(table, ids[:, 0], group=group, implementation=form["implementation"])
+        return rows + needed[0].astype(rows.dtype)
+
+    return taken
 
 
-def _round_trip(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-    out = jax_ep.dispatch(x, ids, num_experts=4, **given)
-    return jax_ep.combine(out.rows, out.routing, **given)
-
-
-def _product(x: jax.Array, ids: jax.Array, group: Group, **given: Any) -> jax.Array:
-    del group, given
-    return lax.ragged_dot(x, helpers.vary(jnp.ones((2, 16, 16))), helpers.vary(SIZES[0]))
-
-
-def _exchange(x: jax.Array, ids: jax.Array, group: Group, **given: Any) -> jax.Array:
-    offsets, sizes = helpers.vary(OFFSETS), helpers.vary(SIZES[0])
-    out = jax.lax.axis_index("ep") * 4 + jnp.zeros_like(offsets)
-    return lax.ragged_all_to_all(x, x, offsets, sizes, out, sizes, axis_name="ep", **given)
-
-
-def _sparse(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-    rows = SparseRows.from_entries(ids[:, 0], x, num_rows=8)
-    return jax_ep.sparse_all_reduce(rows, capacity=16, sharded=True, **given).values
-
-
-def _lookup(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-    needed = embedding.rows_needed(ids, 16, group=given["group"])
-    return embedding.sharded_lookup(x, ids[:, 0], **given) + needed[0].astype(x.dtype)
-
-
-def _square(op: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """In 16 bits, as the kernels on GPUs want it."""
-
-    def body(x: jax.Array, ids: jax.Array, **given: Any) -> jax.Array:
-        narrow = x.astype(jnp.bfloat16)
-        return op(narrow, narrow.T, **given)
-
-    return body
-
-
-# The names in the forward pass, and in the backward pass by kernels; some transposes are other ops.
-OPS: dict[str, tuple[Callable[..., jax.Array], set[str], set[str]]] = {
-    "moe_mlp": (
-        _moe,
+# By form in test_matrix.py: the names in the forward pass, and in the backward pass by kernels; some transposes are
+# other ops.
+NAMES: dict[tuple[str, str], tuple[set[str], set[str]]] = {
+    ("moe_mlp", "default"): (
         {"moe_mlp", "dispatch", "ragged_dot", "combine"},
         {"moe_mlp", "scatter", "ragged_dot", "combine"},
     ),
-    "dispatch, combine": (_round_trip, {"dispatch", "combine"}, {"dispatch", "combine", "scatter"}),
-    "sharded_lookup": (
-        _lookup,
+    ("dispatch", "default"): ({"dispatch", "combine"}, {"dispatch", "combine", "scatter"}),
+    ("dispatch", "sharded_lookup"): (
         {"sharded_lookup", "rows_needed", "dispatch", "combine"},
         {"sharded_lookup", "scatter"},
     ),
-    **{
-        name: (body, {name}, {name})
-        for name, body in {
-            "ragged_dot": _product,
-            "ragged_all_to_all": _exchange,
-            "sparse_all_reduce": _sparse,
-            "matmul_all_reduce": _square(jax_ep.matmul_all_reduce),
-            "matmul_reduce_scatter": _square(jax_ep.matmul_reduce_scatter),
-            "all_gather_matmul": _square(jax_ep.all_gather_matmul),
-        }.items()
-    },
+    **{("op", op): ({op}, {op}) for op in ("ragged_dot", "ragged_all_to_all", *matmul_cases.OPS)},
+    ("op", "sparse mean, sharded"): ({"sparse_all_reduce"}, {"sparse_all_reduce"}),
 }
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_names(op: str, implementation: Implementation, group: Group) -> None:
+@pytest.mark.parametrize(("op", "name"), NAMES)
+def test_names(op: str, name: str, implementation: Implementation, group: Group, rng: Rng) -> None:
     """Every kernel of ours has one of them."""
-    body, forward, backward = OPS[op]
+    forms, (forward, backward) = test_matrix.OPS[op], NAMES[op, name]
+    is_lookup = name == "sharded_lookup"
+    form = forms.form("default" if is_lookup else name, rng) | {"implementation": implementation}
+    body = lookup(form, group) if is_lookup else forms.body(form, group)
 
-    def loss(x: jax.Array, ids: jax.Array) -> jax.Array:
-        return helpers.vary(body(x, ids, group=group, implementation=implementation).sum())
+    def derived(floats: Any, known: Any) -> Any:
+        return jax.value_and_grad(lambda floats: body(floats, known).sum())(floats)
 
-    program = helpers.per_rank(lambda x, ids: jax.value_and_grad(loss)(x, ids), group.mesh)
-    text = program.lower(TOKENS, IDS).as_text(dialect="hlo", debug_info=True)
+    program = helpers.per_rank(derived, group.mesh)
+    text = program.lower(*forms.draw(form, group.size, rng)[:2]).as_text(dialect="hlo", debug_info=True)
     paths = [(set(re.split(r"[/()]+", path)), line) for line in text.splitlines() for path in NAME.findall(line)]
     of_backward = [parts for parts, _ in paths if "transpose" in parts]
     of_forward = [parts for parts, _ in paths if "transpose" not in parts]
