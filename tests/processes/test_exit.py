@@ -42,7 +42,7 @@ class Failing:
         return []
 
 
-def fail(*_: Any) -> NoReturn:
+def fail(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("of the test")
 
 
@@ -51,7 +51,7 @@ def wait_for_ever(*_: Any) -> NoReturn:
         time.sleep(1)
 
 
-def log_to(action: Callable[[logging.LogRecord], None]) -> None:
+def log_to(action: Callable[..., Any]) -> None:
     handler = logging.Handler()
     handler.emit = action
     logging.getLogger().addHandler(handler)
