@@ -8,13 +8,12 @@ kill, every other process must get a typed error in time, close its group, open 
 go on with right numbers; so must the stopped one, when it is continued.
 """
 
-import dataclasses
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,7 @@ FOREVER = 1_000_000  # rounds
 KINDS = ("stop shortly", "stop", "kill")
 
 
-@dataclasses.dataclass
-class Fault:
+class Fault(NamedTuple):
     """What is done to whom."""
 
     kind: str
@@ -50,8 +48,8 @@ class Trial:
     """One lineup, and the faults that befall it one after another."""
 
     def __init__(self, report: Report, index: int, gpus: int | None):
-        self.report, self.seed, self.gpus = report, [report.seed, index], gpus
-        self.rng = np.random.default_rng(self.seed)
+        self.report, self.gpus = report, gpus
+        self.rng = np.random.default_rng([report.seed, index])
         self.count = 0
         self.doing = "start"
 
@@ -77,13 +75,14 @@ class Trial:
     def open(self, lineup: Lineup) -> None:
         """A group over all members, and some rounds of its ops."""
         self.doing += "; open a group"
-        seed, poison = self.rng.integers(2**31, size=2).tolist(), bool(self.rng.integers(2))
+        seed, poison = self.draw_seed(), bool(self.rng.integers(2))
         members = list(lineup.members)
         lineup.ask(OPEN_SECONDS, "open", members=members, seed=seed, timeout=TIMEOUT, poison=poison)
         self.go_on(lineup)
 
     def go_on(self, lineup: Lineup) -> None:
-        self.assert_nothing_lost(lineup.ask(4 * TIMEOUT, "rounds", seed=self.draw_seed(), count=5))
+        for index, answer in lineup.ask(4 * TIMEOUT, "rounds", seed=self.draw_seed(), count=5).items():
+            self.assert_error(index, answer, None)
 
     def draw_seed(self) -> list[int]:
         return self.rng.integers(2**31, size=2).tolist()
@@ -106,11 +105,9 @@ class Trial:
         time.sleep(fault.pause)
         victim = lineup.members[fault.victim]
         victim.signal(signal.SIGCONT)
-        answers = {
-            i: early if early and process is victim else process.answer(10 * TIMEOUT)
-            for i, process in lineup.members.items()
-        }
-        self.assert_nothing_lost(answers)
+        for index, process in lineup.members.items():
+            answer = early if early and process is victim else process.answer(10 * TIMEOUT)
+            self.assert_error(index, answer, None)
 
     def lose(self, lineup: Lineup, fault: Fault) -> None:
         """Stops or kills the victim; the others must notice, and go on without it."""
@@ -139,18 +136,13 @@ class Trial:
         for index, answer in answers.items():
             took = answer["at"] - began
             self.report.longest_seconds = max(self.report.longest_seconds, took)
-            self.assert_right(index, answer)
-            if answer["error"] not in expected:
-                raise NoAnswerError(f"process {index} got {answer} instead of {expected}")
+            self.assert_error(index, answer, *expected)
             if took > allowed:
                 raise NoAnswerError(f"process {index} noticed after {took:.2f} s, {allowed:.2f} are allowed: {answer}")
 
     def come_back(self, lineup: Lineup, victim: Process) -> None:
         """Who was stopped gets a typed error too; then all open a group together."""
-        answer = victim.answer(3 * TIMEOUT + 5)
-        self.assert_right(victim.index, answer)
-        if answer["error"] not in ("PeerTimeoutError", "PeerLostError"):
-            raise NoAnswerError(f"process {victim.index}, stopped and continued, got {answer}")
+        self.assert_error(victim.index, victim.answer(3 * TIMEOUT + 5), "PeerTimeoutError", "PeerLostError")
         victim.send("close")
         victim.answer(10.0)
         if len(lineup.members) >= 2:
@@ -159,14 +151,11 @@ class Trial:
         lineup.members = dict(sorted([*lineup.members.items(), (victim.index, victim)]))
         self.open(lineup)
 
-    def assert_nothing_lost(self, answers: dict[int, dict[str, Any]]) -> None:
-        for index, answer in answers.items():
-            self.assert_right(index, answer)
-            if answer["error"]:
-                raise NoAnswerError(f"process {index} lost what it may not lose: {answer}")
-
-    def assert_right(self, index: int, answer: dict[str, Any]) -> None:
+    def assert_error(self, index: int, answer: dict[str, Any], *expected: str | None) -> None:
+        """One of these; None: nothing may be lost. No value is wrong in any case."""
         assert not answer["wrong"], f"process {index}: {answer}"
+        if answer["error"] not in expected:
+            raise NoAnswerError(f"process {index} got {answer} instead of {expected}")
 
 
 def count_gpus() -> int | None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ep import Group, Implementation
+from jax_ep import Group
 from jax_ep._kit import ffi
 
 from .collective_matmul import CollectiveMatmul
@@ -36,23 +36,15 @@ XLA_SHARE = 0.12  # of the programs are those in plain JAX
 LONGEST_SECONDS = 120.0  # for one set of values, or one compilation
 
 
-def open_group(rng: np.random.Generator) -> Group:
-    """Over some of the first devices; a half of them with poisoned buffers."""
-    devices = jax.devices()[: rng.integers(1, min(8, jax.device_count()) + 1)]
-    os.environ["JAX_EP_DEBUG_POISON"] = str(rng.integers(2))
-    return Group(Mesh(np.array(devices), ("ep",)), "ep")
-
-
-def implementation_of(rng: np.random.Generator, group: Group) -> Implementation:
-    return "xla" if not ffi.is_built(group.platform) or rng.random() < XLA_SHARE else "kernels"
-
-
 def try_program(report: Report, kinds: Sequence[type[Program]], index: int, values: range) -> None:
-    """Builds program `index`, and tries it with these sets of values."""
+    """Builds program `index` over some of the first devices, and tries it with these sets of values."""
     rng = np.random.default_rng([report.seed, index])
     kind = kinds[index % len(kinds)]
-    with open_group(rng) as group:
-        program = kind(rng, group, implementation_of(rng, group))
+    devices = jax.devices()[: rng.integers(1, min(8, jax.device_count()) + 1)]
+    os.environ["JAX_EP_DEBUG_POISON"] = str(rng.integers(2))
+    with Group(Mesh(np.array(devices), ("ep",)), "ep") as group:
+        by_xla = not ffi.is_built(group.platform) or rng.random() < XLA_SHARE
+        program = kind(rng, group, "xla" if by_xla else "kernels")
         report.programs += 1
         report.trying(str(program))
         for value in values:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import helpers
@@ -71,26 +72,19 @@ def two_at_once(rng: helpers.Rng) -> None:
     devices = jax.devices()[:8]
     half = max(1, len(devices) // 2)
     layers = [Layer(rng, devices[:half]), Layer(rng, devices[half : 2 * half] or devices)]
-    failures: list[BaseException] = []
 
     def work(layer: Layer) -> None:
-        try:
-            for _ in range(20):
-                layer.check()
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(20):
+            layer.check()
 
-    threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]
-    for thread in threads:
-        thread.start()
-    for _ in range(5):
-        gc.collect()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        working = [threads.submit(work, layer) for layer in layers]
+        for _ in range(5):
+            gc.collect()
     for layer in layers:
         layer.group.close()
-    if failures:
-        raise failures[0]
+    for each in working:
+        each.result()
 
 
 def closed_in_flight(rng: helpers.Rng) -> None:

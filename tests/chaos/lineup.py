@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from jax_ep import launch
@@ -29,25 +28,19 @@ class Process:
     def __init__(self, command: list[str], environment: dict[str, str], role: launch.ProcessSpec):
         self.index = role.process
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
-        self.popen = subprocess.Popen(
-            command,
-            env=environment | {launch._ROLE: str(role)},
-            pass_fds=[role.pipe],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
+        environment = environment | {launch._ROLE: str(role)}
+        self.popen = subprocess.Popen(command, env=environment, pass_fds=[role.pipe], cwd=ROOT, **pipes)
+        assert self.popen.stdin is not None
         assert self.popen.stdout is not None
-        os.set_blocking(self.popen.stdout.fileno(), False)
+        self.stdin, self.stdout = self.popen.stdin, self.popen.stdout
+        os.set_blocking(self.stdout.fileno(), False)
         self.pending = b""
-        self.pid = self.popen.pid
 
     def send(self, do: str, **arguments: Any) -> None:
-        assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the missing answer tells
-            self.popen.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-            self.popen.stdin.flush()
+            self.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self.stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """
@@ -55,9 +48,8 @@ class Process:
           NoAnswerError: none came in time, or the process has ended.
         """
         deadline = time.monotonic() + seconds
-        assert self.popen.stdout is not None
         with selectors.DefaultSelector() as ready:
-            ready.register(self.popen.stdout, selectors.EVENT_READ)
+            ready.register(self.stdout, selectors.EVENT_READ)
             while True:
                 while b"\n" in self.pending:
                     line, self.pending = self.pending.split(b"\n", 1)
@@ -67,7 +59,7 @@ class Process:
                     self.signal(signal.SIGUSR1)  # it writes down where it hangs
                     time.sleep(0.5)
                     raise NoAnswerError(f"process {self.index} hangs for {seconds:.1f} s\n{self.last_words()}")
-                data = self.popen.stdout.read()
+                data = self.stdout.read()
                 if not data:
                     code = self.popen.wait(10)
                     raise NoAnswerError(f"process {self.index} has ended with {code}\n{self.last_words()}")
@@ -85,9 +77,8 @@ class Process:
         self.signal(signal.SIGKILL)
         self.popen.wait()
         self.log.close()
-        for pipe in (self.popen.stdin, self.popen.stdout):
+        for pipe in (self.stdin, self.stdout):
             with contextlib.suppress(BrokenPipeError):
-                assert pipe is not None
                 pipe.close()
 
 
@@ -96,19 +87,16 @@ class Lineup:
 
     def __init__(self, members: int, devices: int, gpus: int | None):
         self.coordinator: Process
-        shared = [f"--gpus={min(gpus, members + 1)}"] if gpus else []
-        command = [sys.executable, "-m", "jax_ep.launch", f"-n={members + 1}", *shared]
+        count = members + 1
+        shared = [f"--gpus={min(gpus, count)}"] if gpus else []
+        command = [sys.executable, "-m", "jax_ep.launch", f"-n={count}", *shared]
         command += ["-m", "tests.chaos.worker", f"--devices={devices}"]
-        environment = (
-            os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | ({} if gpus else {"JAX_PLATFORMS": "cpu"})
-        )
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        environment |= {} if gpus else {"JAX_PLATFORMS": "cpu"}
         self._port = launch._reserved_port()
         address = f"127.0.0.1:{self._port.getsockname()[1]}"
         ended, others = os.pipe()
-        roles = [
-            launch.ProcessSpec(address, members + 1, index, os.getpid(), others if index else ended)
-            for index in range(members + 1)
-        ]
+        roles = [launch.ProcessSpec(address, count, i, os.getpid(), others if i else ended) for i in range(count)]
         self.coordinator, *started = (Process(command, environment, role) for role in roles)
         os.close(ended)
         os.close(others)
@@ -130,9 +118,7 @@ class Lineup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for process in self.everyone():
             process.kill()
         self._port.close()

@@ -52,18 +52,15 @@ class AllReduce(Program):
 
         return reduced
 
-    def draw(self, rng: Rng) -> tuple[np.ndarray, ...]:
-        """Ids, values, how many entries of every rank count, and those ignored and dropped before."""
+    def check(self, rng: Rng) -> bool:
         size = self.group.size
         ids = draw_ids(rng, size, self.entries, self.num_rows)
         values = draw_floats(rng, (*ids.shape, self.width), self.dtype, rng.random() < 0.15)
         counts = np.full(size, self.entries, np.int32)
         if rng.random() < 0.3:
             counts = rng.integers(0, self.entries + 1, size).astype(np.int32)
-        return ids, values, counts, *rng.integers(0, 3, (2, size)).astype(np.int32)
-
-    def check(self, rng: Rng) -> bool:
-        ids, values, counts, ignored, dropped = operands = self.draw(rng)
+        ignored, dropped = rng.integers(0, 3, (2, size)).astype(np.int32)
+        operands = ids, values, counts, ignored, dropped
         beyond = np.arange(self.entries) >= counts[:, None]
         given = np.where(beyond, self.num_rows, ids).astype(np.int32)
         with np.errstate(invalid="ignore"):

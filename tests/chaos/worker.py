@@ -27,7 +27,7 @@ from .faulty_ops import Op, draw_ops
 OPEN_SECONDS = 30.0  # for a group: a busy machine needs more than the timeout of its ops
 OPS_AT_ONCE = 3  # of a group: each is compiled
 LOOK_SECONDS, LATEST_SECONDS = 0.03, 0.3  # for phases to strike in, and until one of them comes again
-AWAITING = (jax.errors.JaxRuntimeError, ValueError)  # the latter where a program runs inline, on one device
+AWAITING = (jax.errors.JaxRuntimeError, ValueError, JaxEpError)  # ValueError where a program runs inline, on one device
 
 
 class Prepared:
@@ -103,20 +103,16 @@ class Member:
         """Runs ops, all processes the same ones, until one fails, or this process strikes itself."""
         if strike:
             self.strike = Strike(self.group, **strike)
-        rng, done = np.random.default_rng(seed), 0
-        found: dict[str, Any] = {"error": None, "wrong": None}
-        while done < count and not found["error"] and not found["wrong"]:
+        rng, found = np.random.default_rng(seed), dict[str, Any](error=None, wrong=None, rounds=0)
+        while found["rounds"] < count and not found["error"] and not found["wrong"]:
             op = self.ops[rng.integers(len(self.ops))]
-            found |= self.once(op) | {"op": op.name}
-            done += 1
-        return found | {"rounds": done, "at": time.monotonic()}
+            found |= self.once(op) | {"op": op.name, "rounds": found["rounds"] + 1}
+        return found | {"at": time.monotonic()}
 
     def once(self, op: Prepared) -> dict[str, Any]:
         try:
             results = op()
             self.group.check()
-        except JaxEpError as error:
-            return {"error": type(error).__name__, "message": str(error)}
         except AWAITING as error:
             return self.typed(error)
         try:
@@ -130,8 +126,9 @@ class Member:
         try:
             self.group.check()
         except JaxEpError as typed:
-            return {"error": type(typed).__name__, "message": str(typed)}
-        return {"error": "none of jax_ep", "message": str(error)[:500]}
+            error = typed
+        name = type(error).__name__ if isinstance(error, JaxEpError) else "none of jax_ep"
+        return {"error": name, "message": str(error)[:500]}
 
 
 def main() -> None:

@@ -2,25 +2,19 @@
 // that should be computed is in exactly one tile, with the right range of the contraction.
 #include "gemm/schedule.h"
 
-#include <doctest/doctest.h>
-
 #include <random>
-#include <string>
-#include <tuple>
 #include <vector>
 
+#include "../protocol/expect.h"
 #include "gemm/plan.h"
 #include "gemm/row_schedule.h"
 #include "kernels/collective_matmul/plan.h"
 
 using namespace jax_ep::gemm;
+using jax_ep::expect;
 using jax_ep::Part;
 
 namespace {
-
-void require(bool truth, const char* what) {
-  if (!truth) FAIL(std::string(what));
-}
 
 struct Range {
   int begin, end;
@@ -49,14 +43,14 @@ void check_clusters(const Problem& problem, const Config& config, Part cta) {
     for (bool more = true; more;) {
       Tile a{}, b{};
       more = one.next(&a);
-      require(other.next(&b) == more, "CTAs of a cluster have as many tiles");
+      expect(other.next(&b) == more, "CTAs of a cluster have as many tiles");
       if (!more) break;
-      require(a.group == b.group && a.common == b.common, "clusters agree");
-      require(a.k_end - a.k_begin == b.k_end - b.k_begin, "they contract as much");
-      require((b.k_begin == a.k_begin) == (a.common != Common::tile || a.k_begin == a.k_end), "they agree on ranges");
+      expect(a.group == b.group && a.common == b.common, "clusters agree");
+      expect(a.k_end - a.k_begin == b.k_end - b.k_begin, "they contract as much");
+      expect((b.k_begin == a.k_begin) == (a.common != Common::tile || a.k_begin == a.k_end), "they agree on ranges");
       const int down = a.common == Common::rhs ? kBlockM : 0, right = a.common == Common::lhs ? config.block_n : 0;
-      require(b.row == a.row + down && b.col == a.col + right, "they share an operand");
-      require(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
+      expect(b.row == a.row + down && b.col == a.col + right, "they share an operand");
+      expect(a.row < a.row_end && b.row < b.row_end, "no row of tiles is wasted");
     }
   }
 }
@@ -73,16 +67,16 @@ void check_cover(const Problem& problem, const Config& config, const std::vector
       const Range wanted = contraction ? range : Range{0, rows && tile.group == problem.groups ? 0 : problem.k};
       const int steps = (wanted.end - wanted.begin + kBlockK - 1) / kBlockK;
       const int half = problem.split_k ? (steps + 1) / 2 * kBlockK : 0, begin = wanted.begin + index % kCluster * half;
-      require(tile.k_begin == begin && tile.k_end == (problem.split_k ? begin + half : wanted.end),
-              "a tile has its contraction");
-      if (rows) require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
+      expect(tile.k_begin == begin && tile.k_end == (problem.split_k ? begin + half : wanted.end),
+             "a tile has its contraction");
+      if (rows) expect(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
       const size_t matrix = contraction ? tile.group : 0;
       for (int row = tile.row; row < std::min(tile.row + kBlockM, tile.row_end); ++row)
         for (int col = tile.out_col; col < std::min(tile.out_end, problem.n); ++col)
           ++seen[(matrix * problem.m + row) * problem.n + col];
     }
   }
-  for (const int times : seen) require(times == 1, "every element is in one tile");
+  for (const int times : seen) expect(times == 1, "every element is in one tile");
 }
 
 // Tiles whose height follows the rows: by both CTAs of a cluster, each element is in one tile, and no tile has a step
@@ -95,18 +89,18 @@ void check_row_tiles(const Problem& problem, const std::vector<int>& sizes, int 
     RowTile tile{};
     for (int pair = 0; tiles.find(pair, rank, &tile); ++pair) {
       const Range range = ranges[tile.group];
-      require(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
-      require(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
+      expect(tile.row >= range.begin && tile.row_end == range.end, "a tile has rows of its group");
+      expect(tile.k_end == (tile.group == problem.groups ? 0 : problem.k), "a tile has its contraction");
       const bool may_be_empty = split && rank == 1;
-      require(tile.rows % kRowStep == 0 && (tile.rows > 0 || may_be_empty), "a tile has a height for wgmma");
-      require(tile.rows <= (split ? kMaxGathered : kMaxRows), "a tile is not too high");
-      require(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
+      expect(tile.rows % kRowStep == 0 && (tile.rows > 0 || may_be_empty), "a tile has a height for wgmma");
+      expect(tile.rows <= (split ? kMaxGathered : kMaxRows), "a tile is not too high");
+      expect(tile.row + tile.rows < tile.row_end + kRowStep, "no step of rows is wasted");
       for (int row = tile.row; row < std::min(tile.row + tile.rows, tile.row_end); ++row)
         for (int col = tile.col; col < std::min(tile.col + columns, problem.n); ++col)
           ++seen[size_t(row) * problem.n + col];
     }
   }
-  for (const int times : seen) require(times == 1, "every element is in one tile");
+  for (const int times : seen) expect(times == 1, "every element is in one tile");
 }
 
 // Numbers of pairs may be left out: each CTA finds what it takes.
@@ -116,8 +110,8 @@ void check_any_pairs(const Problem& problem, std::mt19937& random) {
   int next = 0;
   for (int pair = 0; all.find(pair, 1, &one); ++pair) {
     if (pair < next) continue;
-    require(some.find(pair, 1, &other) && one.row == other.row && one.col == other.col && one.rows == other.rows,
-            "a tile is where its number says");
+    expect(some.find(pair, 1, &other) && one.row == other.row && one.col == other.col && one.rows == other.rows,
+           "a tile is where its number says");
     next = pair + std::uniform_int_distribution(1, 20)(random);
   }
 }
@@ -133,7 +127,7 @@ TEST_CASE("every element of a result is in exactly one tile with its contraction
     const int groups = static_cast<int>(sizes.size());
     Config config = plan_fixed(Shape{grouping, m, n, k, groups}, sms);
     config.band = draw(1, 3);
-    require(config.ctas % kCluster == 0 && config.ctas <= sms, "whole clusters");
+    expect(config.ctas % kCluster == 0 && config.ctas <= sms, "whole clusters");
     Problem problem{grouping, m, n, k, groups, sizes.data(), config.band};
     problem.split_k = config.split_k;
     const int ranks = draw(1, 4);

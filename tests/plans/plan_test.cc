@@ -1,11 +1,9 @@
 // Plans of every op, on devices of many sizes: they ask for no more than there is, and know themselves in words.
 #include "gemm/plan.h"
 
-#include <doctest/doctest.h>
-
-#include <algorithm>
 #include <string>
 
+#include "../protocol/expect.h"
 #include "comm/platform.h"
 #include "kernels/plan.h"
 #include "kernels/signature.h"
@@ -15,26 +13,22 @@ namespace {
 
 HardwareModel hopper() { return hardware_model(132, 232448, 32); }
 
-void expect(bool condition, const char* what, const HardwareModel& model, const std::string& plan) {
-  if (condition) return;
-  FAIL(std::string(what), " (", model.sms, " SMs: ", plan, ")");
-}
-
 void check_row_plan(const RowShape& shape, const HardwareModel& model) {
   const LaunchConfig config = plan_rows(shape, model);
   const std::string words = config.describe();
+  INFO(model.sms, " SMs: ", words);
   const int coops = config.threads / model.warp_lanes;
   int pushing = 0;
   for (int coop = 0; coop < coops; ++coop)
     pushing += !sender_part(0, config.ctas, coop, config.senders_per_cta).empty();
   const int counted = sender_part(0, config.ctas, 0, config.senders_per_cta).count;
-  expect(config.ctas >= 1 && config.ctas <= model.row_sms, "CTAs are within the SMs", model, words);
-  expect(counted == pushing * config.ctas, "every sender that is counted exists", model, words);
-  expect(config.senders_per_cta >= 1, "there are senders", model, words);
-  expect(config.warp_bytes * coops <= model.shared_bytes, "the coops share what there is", model, words);
+  expect(config.ctas >= 1 && config.ctas <= model.row_sms, "CTAs are within the SMs");
+  expect(counted == pushing * config.ctas, "every sender that is counted exists");
+  expect(config.senders_per_cta >= 1, "there are senders");
+  expect(config.warp_bytes * coops <= model.shared_bytes, "the coops share what there is");
   const bool uses_all = config.warp_bytes * (coops + 1) > model.shared_bytes;
-  expect(uses_all || config.warp_bytes >= 7 * 4096, "where there is little, they share all of it", model, words);
-  expect(words.find(std::to_string(config.ctas) + " CTAs") == 0, "words say the CTAs", model, words);
+  expect(uses_all || config.warp_bytes >= 7 * 4096, "where there is little, they share all of it");
+  expect(words.find(std::to_string(config.ctas) + " CTAs") == 0, "words say the CTAs");
 }
 
 void check_row_plans(const HardwareModel& model) {
@@ -51,10 +45,11 @@ void check_row_plans(const HardwareModel& model) {
 void check_overlap_plan(const CollectiveMatmulShape& shape, const HardwareModel& model) {
   const OverlapConfig config = plan_overlap(shape, model);
   const std::string words = config.describe();
+  INFO(model.sms, " SMs: ", words);
   const bool fits = config.ctas() <= model.sms && config.communicating % 2 == 0 && config.multiplying % 2 == 0;
-  expect(fits && config.multiplying >= 2, "whole clusters within the SMs", model, words);
-  expect(config.band >= 1 && config.microseconds > 0, "bands and a time", model, words);
-  expect(words.find("tiles 128x" + std::to_string(config.block_n)) == 0, "words say the tiles", model, words);
+  expect(fits && config.multiplying >= 2, "whole clusters within the SMs");
+  expect(config.band >= 1 && config.microseconds > 0, "bands and a time");
+  expect(words.find("tiles 128x" + std::to_string(config.block_n)) == 0, "words say the tiles");
 }
 
 void check_overlap_plans(const HardwareModel& model) {
@@ -67,8 +62,9 @@ void check_overlap_plans(const HardwareModel& model) {
         using gemm::Grouping;
         for (const Grouping grouping : {Grouping::none, Grouping::m_grouped, Grouping::k_grouped}) {
           const gemm::Config config = gemm::plan_tiles({grouping, m, n, k, 8}, model.sms);
-          const bool fits = config.ctas >= 2 && config.ctas <= model.sms && config.ctas % gemm::kCluster == 0;
-          expect(fits, "whole clusters within the SMs", model, config.describe());
+          INFO(model.sms, " SMs: ", config.describe());
+          expect(config.ctas >= 2 && config.ctas <= model.sms, "within the SMs");
+          expect(config.ctas % gemm::kCluster == 0, "whole clusters");
         }
       }
 }
@@ -85,23 +81,24 @@ TEST_CASE("ranks that exchange tiles agree on their plan") {
     return with_plan(called, plan_overlap(shape_of(args, ranks), model));
   };
   const Signature here = signed_on(whole, 2), there = signed_on(part, 2);
-  expect(tag_of(here) == tag_of(signed_on(whole, 2)), "equal devices agree", whole, describe(here));
-  expect(tag_of(here) != tag_of(there), "devices of other SMs do not", part, describe(there));
-  expect(describe(here).find(", 130 CTAs, tiles 128x") != std::string::npos, "plans are named", whole, describe(here));
-  expect(describe(there).find(", 62 CTAs, tiles 128x") != std::string::npos, "plans are named", part, describe(there));
+  INFO(describe(here), "; ", describe(there));
+  expect(tag_of(here) == tag_of(signed_on(whole, 2)), "equal devices agree");
+  expect(tag_of(here) != tag_of(there), "devices of other SMs do not");
+  expect(describe(here).find(", 130 CTAs, tiles 128x") != std::string::npos, "plans are named");
+  expect(describe(there).find(", 62 CTAs, tiles 128x") != std::string::npos, "plans are named");
   OverlapConfig other = plan_overlap(shape_of(args, 2), whole);
   other.split_k = !other.split_k;
-  expect(tag_of(with_plan(called, other)) != tag_of(here), "so are shares of tiles", whole, describe(here));
-  expect(tag_of(signed_on(part, 4)) == tag_of(called), "more ranks take tiles in any order", part, describe(called));
-  expect(describe(called).find("CTAs") == std::string::npos, "they have no plan to name", part, describe(called));
+  expect(tag_of(with_plan(called, other)) != tag_of(here), "so are shares of tiles");
+  expect(tag_of(signed_on(part, 4)) == tag_of(called), "more ranks take tiles in any order");
+  expect(describe(called).find("CTAs") == std::string::npos, "they have no plan to name");
 }
 
 TEST_CASE("a device says what it has") {
   const HardwareModel half = hardware_model(66, 1 << 16, 32);
-  expect(half.row_sms == 48 && half.shared_bytes == 1 << 16, "a device says what it has", half, "");
+  expect(half.row_sms == 48 && half.shared_bytes == 1 << 16, "a device says what it has");
   const HardwareModel few = limit_sms(hopper(), 100);
-  expect(few.sms == 100 && few.row_sms == 100, "what the user allows is used", few, "");
-  expect(limit_sms(few, 200).sms == 100, "a limit adds nothing", few, "");
+  expect(few.sms == 100 && few.row_sms == 100, "what the user allows is used");
+  expect(limit_sms(few, 200).sms == 100, "a limit adds nothing");
 }
 
 // Runs a check on H100, A100 and MI300, and on devices of odd sizes.

@@ -41,20 +41,19 @@ def receiving(secret: str, others: set[int]) -> Iterator[bootstrap.Listener]:
             thread.join()
 
 
-def intruder(secret: str, handshake: bytes | None = None) -> socket.socket:
-    """Connected to process 0, to which it says something or nothing."""
+def intruder(secret: str) -> socket.socket:
+    """Connected to process 0."""
     caller = bootstrap._new_socket()
     caller.settimeout(TIMEOUT)
     caller.connect(bootstrap._socket_name(secret, 0))
-    if handshake is not None:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            caller.send(handshake)
     return caller
 
 
-def answer(caller: socket.socket) -> bytes:
-    """Nothing, where the caller is rejected."""
-    with contextlib.suppress(ConnectionResetError):
+def answer(secret: str, handshake: bytes = b"") -> bytes:
+    """What process 0 says to an intruder who says this, or nothing; b"" where it rejects them."""
+    with intruder(secret) as caller, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        if handshake:
+            caller.send(handshake)
         return caller.recv(64)
     return b""
 
@@ -69,8 +68,7 @@ def test_who_knows_the_secret_is_connected_and_nothing_is_left() -> None:
     with receiving(secret, {3, 5}) as listener, bootstrap.connect(secret, 3, 0, timeout=TIMEOUT) as caller:
         assert bootstrap.is_listening(secret, 0)
         wait_until(lambda: listener.accepted.keys() == {3})
-        with intruder(secret, bootstrap._handshake(secret, 3, 0)) as again:
-            assert answer(again) == b""
+        assert answer(secret, bootstrap._handshake(secret, 3, 0)) == b""
         caller.send(b"hello")
         assert listener.accepted[3].recv(64) == b"hello"
     assert not bootstrap.is_listening(secret, 0)
@@ -88,19 +86,16 @@ def test_without_the_secret_one_is_rejected() -> None:
             handshake + b"x",
             b"short",
         ):
-            with intruder(secret, false) as caller:
-                assert answer(caller) == b""
+            assert answer(secret, false) == b""
         assert not listener.accepted
-        with intruder(secret, handshake) as caller:
-            assert answer(caller) == bootstrap._handshake(secret, 0, 1)
+        assert answer(secret, handshake) == bootstrap._handshake(secret, 0, 1)
 
 
 def test_who_says_nothing_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "_HANDSHAKE_SECONDS", 0.3)
-    secret = secrets.token_hex(16)
-    with receiving(secret, {1}), intruder(secret) as caller:
-        start = time.monotonic()
-        assert answer(caller) == b""
+    secret, start = secrets.token_hex(16), time.monotonic()
+    with receiving(secret, {1}):
+        assert answer(secret) == b""
         assert time.monotonic() - start < 3
 
 
@@ -143,10 +138,9 @@ def test_another_user_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     secret = secrets.token_hex(16)
     monkeypatch.setattr(bootstrap, "peer_uid", lambda connection: os.getuid() + 1)
     with receiving(secret, {1}) as listener:
-        with intruder(secret) as caller:  # at once, not when its time for the handshake is over
-            start = time.monotonic()
-            assert answer(caller) == b""
-            assert time.monotonic() - start < bootstrap._HANDSHAKE_SECONDS / 2
+        start = time.monotonic()
+        assert answer(secret) == b""
+        assert time.monotonic() - start < bootstrap._HANDSHAKE_SECONDS / 2  # it is not awaited
         with pytest.raises(PeerLostError, match="process 0 belongs to another user"):
             bootstrap.connect(secret, 1, 0, timeout=TIMEOUT)
         assert not listener.accepted

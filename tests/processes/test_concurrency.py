@@ -20,7 +20,7 @@ from mismatch_cases import dispatched, exchanged, reduced
 from jax_ep import Group, Implementation, MismatchError
 
 EXPERTS = 16
-OPS = {"dispatch": dispatched, "ragged_all_to_all": exchanged}
+OPS = {"dispatch": dispatched, "sparse_all_reduce": reduced, "ragged_all_to_all": exchanged}
 ON_CPU = jax.default_backend() == "cpu"
 SIZE = 4 if ON_CPU else helpers.largest_size()
 # XLA's CPU client deadlocks over many programs that nobody awaits.
@@ -80,15 +80,14 @@ def test_many_independent_ops_in_one_program(open_group: OpenGroup, rng: Rng, py
 def test_threads_that_run_different_ops(open_group: OpenGroup) -> None:
     """On a CPU their calls are told apart, and run in one order on all ranks: neither disturbs the other."""
     group, x = open_group(4), np.arange(4 * 6 * 8, dtype=np.float32).reshape(4, 6, 8)
-    ops = {"dispatch": dispatched, "sparse_all_reduce": reduced, "ragged_all_to_all": exchanged}
-    programs = {name: helpers.per_rank(partial(op, group), group.mesh) for name, op in ops.items()}
+    programs = {name: helpers.per_rank(partial(op, group), group.mesh) for name, op in OPS.items()}
     wanted = {name: helpers.fetch(program(x)) for name, program in programs.items()}
 
     def repeat(name: str) -> list[np.ndarray]:
         return [helpers.fetch(programs[name](x)) for _ in range(20)]
 
-    with ThreadPoolExecutor(len(ops)) as threads:
-        for name, found in zip(ops, threads.map(repeat, ops), strict=True):
+    with ThreadPoolExecutor(len(OPS)) as threads:
+        for name, found in zip(OPS, threads.map(repeat, OPS), strict=True):
             for each in found:
                 np.testing.assert_array_equal(each, wanted[name], name)
     group.check()

@@ -42,8 +42,8 @@ class Failing:
         return []
 
 
-def fail(*_: Any) -> NoReturn:
-    raise OSError("of the test")
+def fail(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("of the test")
 
 
 def wait_for_ever(*_: Any) -> NoReturn:
@@ -51,14 +51,10 @@ def wait_for_ever(*_: Any) -> NoReturn:
         time.sleep(1)
 
 
-class LogHandler(logging.Handler):
-    def __init__(self, action: Callable[[logging.LogRecord], object]):
-        super().__init__()
-        self._action = action
-        logging.getLogger().addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._action(record)
+def log_to(action: Callable[..., Any]) -> None:
+    handler = logging.Handler()
+    handler.emit = action
+    logging.getLogger().addHandler(handler)
 
 
 def full_pipe() -> int:
@@ -89,10 +85,6 @@ def print_in_a_thread() -> None:
     time.sleep(0.2)
 
 
-def refuse_to_start(self: threading.Thread) -> NoReturn:
-    raise RuntimeError("can't start new thread")
-
-
 def set_streams(stream: Any) -> None:
     sys.stdout = sys.stderr = stream
 
@@ -111,9 +103,9 @@ SCENES = {
     "stdout is None": Scene(lambda: set_streams(None)),
     "stdout is closed": Scene(lambda: sys.stdout.close()),
     "flush raises": Scene(lambda: set_streams(SimpleNamespace(flush=fail, write=fail))),
-    "a log handler raises": Scene(lambda: LogHandler(fail)),
-    "a log handler exits": Scene(lambda: LogHandler(lambda _: sys.exit(3))),
-    "a log handler waits": Scene(lambda: LogHandler(wait_for_ever)),
+    "a log handler raises": Scene(lambda: log_to(fail)),
+    "a log handler exits": Scene(lambda: log_to(lambda _: sys.exit(3))),
+    "a log handler waits": Scene(lambda: log_to(wait_for_ever)),
     "the folder does not answer": Scene(lambda: setattr(flight_recorder, "_write_whole", wait_for_ever), False, True),
     "no history": Scene(lambda: setattr(flight_recorder, "history", fail), False, True),
     "no more threads": Scene(lambda: None, False),
@@ -131,7 +123,7 @@ def play(name: str, request: bool, folder: Path) -> NoReturn:
     native: Any = Failing(folder / "request" if request else None)
     watchdog.Watchdog(native, "a group", exits=True)
     if name == "no more threads":
-        threading.Thread.start = refuse_to_start
+        threading.Thread.start = fail
     wait_for_ever()  # as one of XLA's collectives
 
 
@@ -160,9 +152,7 @@ def play_all(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scenes")
-    helpers.run_python(
-        "-c", helpers.knowing(__name__, "import pathlib; here.play_all(pathlib.Path(sys.argv[1]))"), str(folder)
-    )
+    helpers.run_python("-c", helpers.knowing(__name__, f"here.play_all(here.Path({str(folder)!r}))"))
     return folder
 
 

@@ -28,6 +28,11 @@ SIZE, EXPERTS = 2, 8
 POSITIVE = "timeout must be a positive number of seconds"
 
 
+@pytest.fixture
+def case(rng: Rng) -> helpers.Case:
+    return helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -70,11 +75,6 @@ def files_without_threads() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_any_max_sms(native: None) -> None:
-    with Group(helpers.mesh_of(ep=SIZE), "ep", max_sms=2**40) as group:
-        group.check()
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(group: Group, native: native_module.NativeGroup) -> None:
@@ -113,30 +113,31 @@ def test_groups_may_open_while_one_is_looked_for(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("timeout", [np.float32(30), pytest.param(10**400, id="huge"), float("inf")])
-def test_long_timeouts(native: None, timeout: float, open_group: OpenGroup, rng: Rng) -> None:
-    group = open_group(SIZE, timeout=timeout)
-    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
-    program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
-    helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
-    group.check()
+def test_long_timeouts_and_any_max_sms(native: None, timeout: float, case: helpers.Case) -> None:
+    with Group(helpers.mesh_of(ep=SIZE), "ep", timeout=timeout, max_sms=2**40) as group:
+        program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="kernels")
+        helpers.assert_round_trip(helpers.fetch(program(*case)), case, num_experts=EXPERTS)
+        group.check()
 
 
-def test_closed(group: Group, rng: Rng) -> None:
+def test_closed(group: Group, case: helpers.Case) -> None:
     with group:
         assert not group.closed
+        assert group.size == SIZE
+        assert "'ep'" in repr(group)
+        assert f"size={SIZE}" in repr(group)
     group.close()  # twice is fine
     assert group.closed
+    assert repr(group) == "Group(axis_name='ep', closed=True)"
     with pytest.raises(GroupClosedError, match="closed"):
         group.check()
-    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     with pytest.raises(GroupClosedError, match="closed"):
         helpers.dispatch_combine(group, num_experts=EXPERTS, implementation="xla")(*case)
 
 
 @pytest.mark.parametrize("leave", [Group.close, lambda group: group.__exit__(None, None, None)], ids=["close", "with"])
-def test_close_awaits_results(leave: Any, native: None, open_group: OpenGroup, rng: Rng) -> None:
+def test_close_awaits_results(leave: Any, native: None, open_group: OpenGroup, case: helpers.Case) -> None:
     """An exception does not, and what did not run says so."""
-    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
 
     def late(rows: jax.Array) -> jax.Array:
         """`rows`, after half a second of one core."""
@@ -169,14 +170,6 @@ def test_arrays_on_explicit_axes(kind: AxisType) -> None:
         mapped(jnp.ones(2))
     if caught is not None:
         assert "axis_types=(jax.sharding.AxisType.Auto,)" in caught.value.__notes__[-1]
-
-
-def test_describes_itself(group: Group) -> None:
-    assert group.size == SIZE
-    assert "'ep'" in repr(group)
-    assert f"size={SIZE}" in repr(group)
-    group.close()
-    assert repr(group) == "Group(axis_name='ep', closed=True)"
 
 
 def test_results_describe_themselves(group: Group, rng: Rng) -> None:
@@ -251,9 +244,8 @@ def test_arguments_in_another_order() -> None:
 
 
 def test_what_was_chosen_is_logged(
-    implementation: Implementation, group: Group, rng: Rng, caplog: pytest.LogCaptureFixture
+    implementation: Implementation, group: Group, case: helpers.Case, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case = helpers.draw_case(rng, SIZE, 4, 2, EXPERTS, 16)
     why = {"kernels": f"there are kernels for {group.platform}", "xla": "it was asked for"}[implementation]
     program = helpers.dispatch_combine(group, num_experts=EXPERTS, implementation=implementation)
     with caplog.at_level(logging.DEBUG, logger="jax_ep"):

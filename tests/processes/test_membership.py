@@ -4,9 +4,9 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
@@ -44,10 +44,6 @@ class Others:
                 return lost
         return None
 
-    def end(self, process: int, how: str) -> None:
-        part = GroupPart("group", how)
-        self.readings[process] = self.readings[process]._replace(parts={PARTS[process]: part})
-
     def look(self, passed: float) -> str | None:
         return self.detector.look(Readings(self.reads, dict(self.readings)), passed)
 
@@ -60,28 +56,57 @@ def others() -> Others:
     return Others(FailureDetector(OTHERS, LIMIT, Readings(1, dict(readings)), PARTS, PAUSE), 1, readings)
 
 
-EVERYBODY, NOBODY = (1, 2), ()
-LOST = f"{OTHERS[2]} sent no heartbeat for 10."
+class Step(NamedTuple):
+    """What some write from now on, who is silent for how long, or whether the store is; and what is lost then."""
+
+    seconds: float
+    silent: tuple[int, ...] = ()
+    lost: str | None = None
+    writes: Mapping[int, Any] = {}  # by process, fields of its heartbeat
+    answers: bool = True
+
+
+CLOSES = {1: {"parts": {PARTS[1]: GroupPart("group", CLOSED)}}}
+LEAVES = {2: {"parts": {PARTS[2]: GroupPart("group", LEFT)}}}
+STARTS_AGAIN = {1: {"incarnation": "another", "beat": 1, "parts": {}}}
+SILENT = f"{OTHERS[2]} sent no heartbeat for 10."
 AWAY = "the coordinator of jax.distributed, in process 0, did not answer for 10."
-# For so many seconds some are silent, or the store is; and what is lost then.
-SCENES: dict[str, list[tuple[float, tuple[int, ...], bool, str | None]]] = {
-    "who writes lives": [(5 * LIMIT, NOBODY, True, None)],
-    "who falls silent is lost after the timeout": [(LIMIT - 0.2, (2,), True, None), (0.5, (2,), True, LOST)],
-    "a sign in time begins anew": [(LIMIT - 0.2, (1,), True, None), (0.1, NOBODY, True, None)] * 4,
+SCENES: dict[str, list[Step]] = {
+    "who writes lives": [Step(5 * LIMIT)],
+    "who falls silent is lost after the timeout": [Step(LIMIT - 0.2, (2,)), Step(0.5, (2,), SILENT)],
+    "a sign in time begins anew": [Step(LIMIT - 0.2, (1,)), Step(0.1)] * 4,
     "a store that was away excuses everybody, who could not write": [
-        (LIMIT - 1, NOBODY, False, None),
-        (1.0, EVERYBODY, True, None),  # the first read may be older than what they write now
-        (LIMIT, NOBODY, True, None),
+        Step(LIMIT - 1, answers=False),
+        Step(1.0, (1, 2)),  # the first read may be older than what they write now
+        Step(LIMIT),
     ],
-    "a store that stays away is the loss of process 0": [(LIMIT + 1, NOBODY, False, AWAY)],
+    "a store that stays away is the loss of process 0": [Step(LIMIT + 1, lost=AWAY, answers=False)],
+    "a closed group may fall silent": [
+        Step(3 * LIMIT, (1,), writes=CLOSES),
+        Step(3 * LIMIT, (1,), writes={1: {"parts": {}}}),  # it has closed others since
+        Step(3 * LIMIT, (1,), writes=STARTS_AGAIN),
+    ],
+    # Not before others are that may have been the reason; also if other groups of the process go on.
+    "who left by an error is missed": [
+        Step(1, writes=LEAVES),
+        Step(LIMIT - 1.2, writes={2: {"parts": {}}}),  # it has ended others since
+        Step(0.5, lost=f"{OTHERS[2]} left the group by an error 10."),
+    ],
+    "who was started again is another one": [Step(0.1, lost=f"{OTHERS[1]} was started again", writes=STARTS_AGAIN)],
+    "a heartbeat that was overtaken does not count": [
+        Step(1),
+        Step(LIMIT + 1, (1,), f"{OTHERS[1]} sent no heartbeat for 10.", {1: {"beat": 0, "parts": {}}}),
+    ],
 }
 
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_who_is_lost(scene: str, others: Others) -> None:
-    for seconds, silent, answers, wanted in SCENES[scene]:
-        lost = others.wait(seconds, silent=silent, answers=answers)
-        assert lost is None if wanted is None else str(lost).startswith(wanted)
+    for step in SCENES[scene]:
+        for process, fields in step.writes.items():
+            others.readings[process] = others.readings[process]._replace(**fields)
+        lost = others.wait(step.seconds, silent=step.silent, answers=step.answers)
+        assert lost is None if step.lost is None else str(lost).startswith(step.lost)
 
 
 def test_the_longest_silence_is_told(others: Others) -> None:
@@ -90,62 +115,27 @@ def test_the_longest_silence_is_told(others: Others) -> None:
     assert str(others.detector.longest()).startswith(f"{OTHERS[2]} sent no heartbeat for 9.")
 
 
-def test_a_closed_group_may_fall_silent(others: Others) -> None:
-    others.end(1, CLOSED)
-    assert others.wait(3 * LIMIT, silent=(1,)) is None
-    others.readings[1] = others.readings[1]._replace(parts={})  # it has closed others since
-    assert others.wait(3 * LIMIT, silent=(1,)) is None
-    others.readings[1] = Heartbeat("another", 1, {})  # it was started again
-    assert others.wait(3 * LIMIT, silent=(1,)) is None
-
-
-def test_who_left_by_an_error_is_missed(others: Others) -> None:
-    """Not before others are that may have been the reason; also if other groups of the process go on."""
-    others.end(2, LEFT)
-    assert others.wait(1) is None
-    others.readings[2] = others.readings[2]._replace(parts={})  # it has ended others since
-    assert others.wait(LIMIT - 1.2) is None
-    lost = others.wait(0.5)
-    assert lost is not None
-    assert lost.startswith(f"{OTHERS[2]} left the group by an error 10.")
-
-
-def test_a_process_that_was_started_again_is_another_one(others: Others) -> None:
-    others.readings[1] = Heartbeat("another", 1, {})
-    assert others.wait(0.1) == f"{OTHERS[1]} was started again"
-
-
-def test_a_heartbeat_that_was_overtaken_does_not_count(others: Others) -> None:
-    others.wait(1)
-    others.readings[1] = Heartbeat("life1", 0, {})  # of a time before the group
-    lost = others.wait(LIMIT + 1, silent=(1,))
-    assert str(lost).startswith(f"{OTHERS[1]} sent no heartbeat for 10.")
-
-
-def test_the_last_heartbeat_is_written_again_if_the_store_failed() -> None:
-    class Store(KeyValueStore):
-        failures = 0
-
-        def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-            if self.failures:
-                self.failures -= 1
-                raise jax.errors.JaxRuntimeError("UNAVAILABLE")
-            super().key_value_set(key, value, allow_overwrite)
-
-    store = Store()
-    thread = HeartbeatThread(lambda: store, 0, {0, 1})
-    with thread.opening("a group") as part:
-        wait_until(lambda: bool(store.left))
-        store.failures = 2
-        thread.update(part, state=CLOSED)
-    wait_until(lambda: f'"{CLOSED}"' in "".join(store.left.values()))
-
-
 def test_a_process_that_was_stopped_blames_nobody(others: Others) -> None:
     """It finds old heartbeats when it is continued; and time without a clock tick of its own counts for nothing."""
     assert others.wait(LIMIT - 1, silent=(1, 2)) is None
     assert others.look(1000.0) is None
     assert others.wait(0.5) is None
+
+
+def test_the_last_heartbeat_is_written_again_if_the_store_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, failures = KeyValueStore(), [jax.errors.JaxRuntimeError("UNAVAILABLE")] * 2
+
+    def fail_at_first(*arguments: Any, **options: Any) -> None:
+        if failures:
+            raise failures.pop()
+        KeyValueStore.key_value_set(store, *arguments, **options)
+
+    thread = HeartbeatThread(lambda: store, 0, {0, 1})
+    with thread.opening("a group") as part:
+        wait_until(lambda: bool(store.left))
+        monkeypatch.setattr(store, "key_value_set", fail_at_first)
+        thread.update(part, state=CLOSED)
+    wait_until(lambda: f'"{CLOSED}"' in "".join(store.left.values()))
 
 
 def hang(marks: Marks, *parts: GroupPart, seconds: float = LIMIT + 1, silent: int | None = None) -> str:
@@ -389,6 +379,10 @@ def test_a_group_left_by_an_error_is_told_from_others_of_the_process(processes: 
         group.close()
 
 
+def newer(written: Heartbeat) -> str:
+    return json.dumps([*written[:2], {key: [*part, "more"] for key, part in written.parts.items()}, "more", 3])
+
+
 ODD = ["", "[]", "{", "1", "null", '"abc"', '["a", 1, {"b": 2}]', '["a", 1, {"b": []}]', "\udcff"]
 ODD += ["[" * 100_000, "9" * 5000]
 
@@ -398,7 +392,7 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
     monkeypatch.setattr(membership, "_LEAST_SECONDS", 0.5)
     for number, text in enumerate(ODD):
         processes.store.left[f"{FOLDER}/{100 + number}"] = text
-    monkeypatch.setattr(Heartbeat, "__str__", lambda self: json.dumps([*self[:2], newer(self), "more", 3]))
+    monkeypatch.setattr(Heartbeat, "__str__", newer)
     groups = processes.open_all("a group", seconds=1.0)
     for key in ("", "one", "01", "+1", "1/2", "\u0661"):  # read after those of the processes
         processes.store.left[f"{FOLDER}/{key}"] = str(Heartbeat("another", 1, {}))
@@ -409,10 +403,6 @@ def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monke
     assert "process 2 sent no heartbeat" in str(groups[0].error())
     for group in groups:
         group.close()
-
-
-def newer(written: Heartbeat) -> dict[str, list[Any]]:
-    return {key: [*part, "more"] for key, part in written.parts.items()}
 
 
 @pytest.mark.parametrize("log_waits", [False, True])

@@ -11,7 +11,6 @@ import mismatch_cases
 import numpy as np
 import processes_worker as worker
 import pytest
-import resources
 from chaos.compare import assert_near
 from chaos.faulty_ops import Op
 from jax.sharding import Mesh
@@ -126,4 +125,4 @@ def test_more_ranks_than_gpus(tmp_path: Path) -> None:
 
 def test_what_a_group_leaves_behind() -> None:
     """Nothing, however many are opened and closed; of several processes, too, in the test above."""
-    resources.open_and_close(helpers.mesh_of(ep=4 if ON_CPU else helpers.largest_size()))
+    worker.open_and_close(helpers.mesh_of(ep=4 if ON_CPU else helpers.largest_size()))

@@ -23,12 +23,13 @@ std::optional<GroupError> outcome_of(Outcome& outcome) {
   return future.get();
 }
 
-std::unique_ptr<CpuGroup> make_group() {
-  return std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1, 2, 3}}, kTimeoutSeconds, /*poison=*/false);
+std::unique_ptr<CpuGroup> make_group(std::vector<int> ranks = {0, 1, 2, 3}, double timeout_seconds = kTimeoutSeconds) {
+  const std::vector<std::vector<int>> lines{std::move(ranks)};
+  return std::make_unique<CpuGroup>(lines, timeout_seconds, /*poison=*/false);
 }
 
-void arrive(CpuGroup& group, const int& site, int rank, Task task, Outcome& outcome) {
-  group.arrive(&site, 1, Arriving{}, {0, rank}, std::move(task),
+void arrive(CpuGroup& group, const int& site, int rank, Task task, Outcome& outcome, const Arriving& what = {}) {
+  group.arrive(&site, 1, what, {0, rank}, std::move(task),
                [&outcome](std::optional<GroupError> error) { outcome.set_value(std::move(error)); });
 }
 
@@ -46,28 +47,29 @@ TEST_CASE("a rank that cannot run its op fails it for all ranks") {
   const auto group = make_group();
   const int site = 0;
   Outcome outcomes[kRanks];
-  for (int rank = 0; rank < kRanks; ++rank)
-    arrive(
-        *group, site, rank,
-        [&group, rank] {
-          if (rank == kLost) throw std::runtime_error("no memory");
-          exchange(group->comm({0, rank}));
-        },
-        outcomes[rank]);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const auto run = [&group, rank] {
+      if (rank == kLost) throw std::runtime_error("no memory");
+      exchange(group->comm({0, rank}));
+    };
+    arrive(*group, site, rank, run, outcomes[rank]);
+  }
   for (Outcome& outcome : outcomes) expect(outcome_of(outcome).has_value(), "an op that a rank cannot run fails");
   expect(group->take_error()->message == "no memory", "the group knows the reason");
 }
 
-// A rank is parked when another op fails, whose last arrivals keep the watching thread busy.
-void parked_when_an_op_fails() {
-  const auto group = make_group();
-  const int parking = 0, site = 0;
-  Outcome parked, outcomes[kRanks];
-  arrive(*group, parking, 0, [] {}, parked);
-  for (int rank = 0; rank < kRanks; ++rank)
-    arrive(*group, site, rank, [] { throw std::runtime_error("no memory"); }, outcomes[rank]);
-  expect(outcome_of(parked)->message == "no memory", "who is parked learns of a failure");
-  for (Outcome& outcome : outcomes) outcome_of(outcome);
+// The last arrivals at that op keep the watching thread busy.
+TEST_CASE("a parked rank learns that another op failed") {
+  for (int i = 0; i < 100; ++i) {
+    const auto group = make_group();
+    const int parking = 0, site = 0;
+    Outcome parked, outcomes[kRanks];
+    arrive(*group, parking, 0, [] {}, parked);
+    for (int rank = 0; rank < kRanks; ++rank)
+      arrive(*group, site, rank, [] { throw std::runtime_error("no memory"); }, outcomes[rank]);
+    expect(outcome_of(parked)->message == "no memory", "who is parked learns of a failure");
+    for (Outcome& outcome : outcomes) outcome_of(outcome);
+  }
 }
 
 // A rank is parked when the group fails elsewhere, as it does when a process is lost; then others arrive.
@@ -105,25 +107,18 @@ TEST_CASE("results of a failed op wait for ranks that still write") {
 
 // Ranks of one line that stand at different calls until the timeout are told so.
 TEST_CASE("ranks that stand at different calls are told so") {
-  const auto group = std::make_unique<CpuGroup>(std::vector<std::vector<int>>{{0, 1}}, 0.2, /*poison=*/false);
+  const auto group = make_group({0, 1}, 0.2);
   const int here = 0, there = 0;
   Outcome outcomes[2];
   const auto signature = [](OpKind op, int64_t tokens) { return Signature{op, {}, {}, 0, {tokens}, {}}; };
-  const auto take = [&](int rank) {
-    return [&outcomes, rank](std::optional<GroupError> error) { outcomes[rank].set_value(std::move(error)); };
-  };
-  group->arrive(&here, 1, {signature(OpKind::dispatch, 64), 0}, {0, 0}, [] {}, take(0));
-  group->arrive(&there, 1, {signature(OpKind::combine, 32), 0}, {0, 1}, [] {}, take(1));
+  arrive(*group, here, 0, [] {}, outcomes[0], {signature(OpKind::dispatch, 64), 0});
+  arrive(*group, there, 1, [] {}, outcomes[1], {signature(OpKind::combine, 32), 0});
   for (Outcome& outcome : outcomes) {
     const auto error = outcome_of(outcome);
     expect(error && error->kind == ErrorKind::mismatch, "nobody is late");
     for (const char* part : {"dispatch float32 T=64", "combine float32 T=32", "rank 1 waits in"})
       expect(error->message.find(part) != std::string::npos, part);
   }
-}
-
-TEST_CASE("a parked rank learns that another op failed") {
-  for (int i = 0; i < 100; ++i) parked_when_an_op_fails();
 }
 
 }  // namespace

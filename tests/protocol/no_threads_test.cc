@@ -6,9 +6,8 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 #include <system_error>
+#include <thread>
 
 #include "expect.h"
 #include "runtime/cpu/executor.h"
@@ -30,65 +29,48 @@ extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attribute
 namespace jax_ep {
 namespace {
 
-// Counts jobs that are done.
-class Count {
- public:
-  void add() {
-    const std::lock_guard lock(mutex_);
-    ++done_;
-    changed_.notify_all();
-  }
-  // Whether so many were done in time.
-  bool reaches(int count, double seconds = 10) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return done_ >= count; });
-  }
+using Count = std::atomic<int>;  // of jobs
 
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  int done_ = 0;
-};
+// Whether so many are counted in time.
+bool reaches(const Count& count, int jobs, double seconds = 10) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  while (count < jobs && std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  return count >= jobs;
+}
 
 TEST_CASE("a job waits for a free thread") {
-  Count begun, released, done;
+  Count begun = 0, released = 0, done = 0;
   Elastic elastic;
   no_threads = true;
   elastic.run([&] {
-    begun.add();
-    released.reaches(1);
-    done.add();
+    ++begun;
+    reaches(released, 1);
+    ++done;
   });
-  expect(begun.reaches(1), "the first thread takes a job");
-  for (int i = 0; i < 100; ++i) elastic.run([&] { done.add(); });
-  expect(!done.reaches(1, 0.05), "nobody is free");
-  released.add();
-  expect(done.reaches(101), "then one after another is done");
+  expect(reaches(begun, 1), "the first thread takes a job");
+  for (int i = 0; i < 100; ++i) elastic.run([&] { ++done; });
+  expect(!reaches(done, 1, 0.05), "nobody is free");
+  ++released;
+  expect(reaches(done, 101), "then one after another is done");
   no_threads = false;
 }
 
 TEST_CASE("every job has a thread where there are threads") {
-  Count begun, done;
+  Count begun = 0, done = 0;
   Elastic elastic;
   for (int i = 0; i < 3; ++i)
     elastic.run([&] {
-      begun.add();
-      begun.reaches(3);  // each waits for the others, as collectives do
-      done.add();
+      ++begun;
+      reaches(begun, 3);  // each waits for the others, as collectives do
+      ++done;
     });
-  expect(done.reaches(3, 9), "every job has a thread");
+  expect(reaches(done, 3, 9), "every job has a thread");
 }
 
 TEST_CASE("a worker without a thread is an error") {
   no_threads = true;
-  bool refused = false;
-  try {
-    Worker worker;
-  } catch (const std::system_error&) {
-    refused = true;
-  }
+  CHECK_THROWS_AS(Worker(), std::system_error);
   no_threads = false;
-  expect(refused, "without a thread there is no worker");
 }
 
 }  // namespace

@@ -5,9 +5,10 @@
 
 #include <cstring>
 #include <filesystem>
+#include <future>
 #include <random>
 
-#include "processes.h"
+#include "ranks.h"
 
 namespace jax_ep {
 namespace {
@@ -57,27 +58,12 @@ void send_raw(int socket, const void* bytes, std::size_t size, const std::vector
   sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-uint64_t next_region() {
-  static uint64_t last = 0;
-  return ++last;
-}
-
 Note share_of(int rank_index) {
-  Note note{};
-  note.kind = Note::Kind::share;
-  note.rank_index = rank_index;
-  note.owner = kOwner;
-  note.region = next_region();
-  note.bytes = kBytes;
-  return note;
+  static uint64_t region = 0;
+  return {Note::Kind::share, rank_index, kOwner, ++region, kBytes, /*base=*/0, /*text=*/{}};
 }
 
-Note note_of(Note::Kind kind, int rank_index = -1) {
-  Note note{};
-  note.kind = kind;
-  note.rank_index = rank_index;
-  return note;
-}
+Note note_of(Note::Kind kind, int rank_index = -1) { return {kind, rank_index, 0, 0, 0, 0, /*text=*/{}}; }
 
 // A process whose peer is this test, at the other end of a raw socket.
 class Victim {
@@ -229,7 +215,10 @@ void one_life(std::mt19937& random) {
   asking.wait();
 }
 
-void random_messages(unsigned seed) {
+TEST_CASE("random messages neither crash nor hang a process nor leave a descriptor") {
+  const char* given = std::getenv("JAX_EP_TEST_SEED");
+  const unsigned seed = given ? static_cast<unsigned>(std::atoi(given)) : std::random_device{}();
+  INFO("JAX_EP_TEST_SEED=", seed);
   std::mt19937 random(seed);
   const int before = open_descriptors();
   const auto start = std::chrono::steady_clock::now();
@@ -241,13 +230,6 @@ void random_messages(unsigned seed) {
     expect(open_descriptors() == before, "no message leaves a descriptor");
   }
   MESSAGE(lives, " processes were told nonsense");
-}
-
-TEST_CASE("random messages neither crash nor hang a process nor leave a descriptor") {
-  const char* given = std::getenv("JAX_EP_TEST_SEED");
-  const unsigned seed = given ? static_cast<unsigned>(std::atoi(given)) : std::random_device{}();
-  INFO("JAX_EP_TEST_SEED=", seed);
-  random_messages(seed);
 }
 
 }  // namespace

@@ -131,8 +131,8 @@ void matmuls(const std::vector<int>& devices, const Launch& launch, int times) {
   }
 }
 
-// A CTA of two ranks has more tiles than flags.
-void many_tiles() {
+// A CTA has more tiles than flags.
+TEST_CASE("overlapped matmuls: two ranks, several tiles to a flag") {
   Group group({{0, 1}}, 60.0, /*poison=*/false);
   std::mt19937 random(3);
   const MatmulShape shape{(kMaxFlags / kCtas + 8) * kCtas / 4 * gemm::kBlockM, 512, 1};
@@ -172,7 +172,6 @@ constexpr Launch kInTurns{128, false}, kWide{256, false}, kShared{128, true};
 TEST_CASE("overlapped matmuls: two ranks, warpgroups in turns") { matmuls({0, 1}, kInTurns, 4); }
 TEST_CASE("overlapped matmuls: two ranks, wide tiles") { matmuls({0, 1}, kWide, 4); }
 TEST_CASE("overlapped matmuls: two ranks, CTAs share tiles") { matmuls({0, 1}, kShared, 4); }
-TEST_CASE("overlapped matmuls: two ranks, several tiles to a flag") { many_tiles(); }
 TEST_CASE("overlapped matmuls: four ranks, warpgroups in turns") { matmuls({0, 1, 2, 3}, kInTurns, 4); }
 TEST_CASE("overlapped matmuls: four ranks, wide tiles") { matmuls({0, 1, 2, 3}, kWide, 4); }
 TEST_CASE("overlapped matmuls: four ranks, CTAs share tiles") { matmuls({0, 1, 2, 3}, kShared, 4); }

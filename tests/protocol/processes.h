@@ -2,10 +2,6 @@
 // open a group, run and leave it.
 #pragma once
 
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <array>
 #include <cerrno>
 #include <chrono>
 #include <future>
@@ -14,26 +10,6 @@
 #include "runtime/reach.h"
 
 namespace jax_ep {
-
-// What would join two processes.
-inline std::array<int, 2> socket_pair() {
-  std::array<int, 2> sockets{};
-  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets.data()) == 0, "a pair of sockets is made");
-  return sockets;
-}
-
-inline void ignore_loss(int, const std::string&) {}
-
-// What a failure is called, or nothing.
-template <class Body>
-std::string kind_of_error(Body body) {
-  try {
-    body();
-  } catch (const GroupException& failure) {
-    return name_of(failure.error.kind);
-  }
-  return "";
-}
 
 // Runs the body as each of so many processes.
 template <class Body>
@@ -44,17 +20,23 @@ void in_processes(int count, Body body) {
   for (std::thread& other : others) other.join();
 }
 
+// What process 0 or 1 has of a group of one line, whose ranks are of these processes.
+inline std::unique_ptr<Group> open_part(int process, const std::array<int, 2>& sockets, const std::vector<int>& owners,
+                                        double timeout_seconds = 20.0) {
+  std::vector<std::vector<int>> lines(1);
+  for (std::size_t rank = 0; rank < owners.size(); ++rank)
+    lines[0].push_back(owners[rank] == process ? static_cast<int>(rank) : -1);
+  Neighbours neighbours{{owners}, {-1, -1}, 20.0};
+  neighbours.sockets[1 - process] = sockets[process];
+  return std::make_unique<Group>(lines, timeout_seconds, /*poison=*/false, neighbours);
+}
+
 // Two groups as two processes would have them, joined by a socket. What they map is not touched here: the tool does not
 // see that both addresses are of one memory, nor that a socket orders them.
-inline void two_processes() {
+TEST_CASE("processes: two map each other's memory") {
   const std::array<int, 2> sockets = socket_pair();
   std::unique_ptr<Group> groups[2];
-  in_processes(2, [&](int process) {
-    Neighbours neighbours{{{0, 0, 1, 1}}, {-1, -1}, 20.0};
-    neighbours.sockets[1 - process] = sockets[process];
-    std::vector<std::vector<int>> lines{process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 2, 3}};
-    groups[process] = std::make_unique<Group>(lines, 20.0, /*poison=*/false, neighbours);
-  });
+  in_processes(2, [&](int process) { groups[process] = open_part(process, sockets, {0, 0, 1, 1}); });
   std::vector<Rank> ranks(kRanks, Rank{40});
   in_processes(2, [&](int process) {
     std::vector<std::thread> threads;
@@ -76,7 +58,7 @@ inline void two_processes() {
 }
 
 // A process that reads nothing any more: what this one tells it holds up only who tells it.
-inline void deaf_process() {
+TEST_CASE("processes: one that does not answer") {
   const std::array<int, 2> sockets = socket_pair();
   const Note note{};
   while (send(sockets[0], &note, sizeof(note), MSG_DONTWAIT) > 0) {
@@ -84,7 +66,7 @@ inline void deaf_process() {
   const auto region = allocate_region(0, 4096, {0});
   const auto start = std::chrono::steady_clock::now();
   {
-    Sharing sharing({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, ignore_loss);
+    Sharing sharing({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, [](int, const std::string&) {});
     auto telling = std::async(std::launch::async, [&] { return kind_of_error([&] { sharing.share(*region, {1}); }); });
     expect(kind_of_error([&] { sharing.await_signal_pad(1, 1); }) == "PeerTimeoutError" &&
                telling.get() == "PeerTimeoutError",
@@ -95,69 +77,48 @@ inline void deaf_process() {
 }
 
 // What a group does not accept it has taken over all the same.
-inline void refused_group() {
+TEST_CASE("processes: a group of too many ranks is refused and its sockets closed") {
   const std::array<int, 2> sockets = socket_pair();
-  bool refused = false;
-  try {
-    Group group({std::vector<int>(kMaxRanks + 1)}, 20.0, /*poison=*/false,
-                Neighbours{{std::vector<int>(kMaxRanks + 1)}, {-1, sockets[0]}, 20.0});
-  } catch (const std::invalid_argument&) {
-    refused = true;
-  }
-  expect(refused, "a group has so many ranks");
+  REQUIRE_THROWS_AS(open_part(0, sockets, std::vector<int>(kMaxRanks + 1)), std::invalid_argument);
   while (send(sockets[1], "", 1, MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
   }
   expect(errno == EPIPE, "its sockets are closed");
   close(sockets[1]);
 }
 
-// A process that ends: the other group fails at once, and says why.
-inline void lost_process() {
+// The other group fails at once, and says why.
+TEST_CASE("processes: one that ends while a group opens") {
   const std::array<int, 2> sockets = socket_pair();
   std::thread ending([&] { close(sockets[1]); });
-  bool lost = false;
-  try {
-    Group group({{0, -1}}, 20.0, /*poison=*/false, Neighbours{{{0, 1}}, {-1, sockets[0]}, 20.0});
-  } catch (const GroupException& failure) {
-    lost = failure.error.kind == ErrorKind::peer_lost;
-  }
+  const std::string error = kind_of_error([&] { open_part(0, sockets, {0, 1}); });
   ending.join();
-  expect(lost, "a process that ended is a PeerLostError");
+  expect(error == "PeerLostError", "a process that ended is a PeerLostError");
 }
 
-// Groups that are closed as soon as they are open: nobody fails a process that is still opening its own.
-inline void closed_at_once() {
+// Nobody fails a process that is still opening its own.
+TEST_CASE("processes: groups that are closed as soon as they are open") {
   for (int i = 0; i < 60; ++i) {
     const std::array<int, 2> sockets = socket_pair();
     in_processes(2, [&](int process) {
-      Neighbours neighbours{{{0, 1}}, {-1, -1}, 20.0};
-      neighbours.sockets[1 - process] = sockets[process];
-      const std::string error = kind_of_error([&] {
-        Group group({process == 0 ? std::vector{0, -1} : std::vector{-1, 1}}, 20.0, /*poison=*/false, neighbours);
-        group.close();
-      });
+      const std::string error = kind_of_error([&] { open_part(process, sockets, {0, 1})->close(); });
       expect(error.empty(), "a group that is closed at once is open before");
     });
   }
 }
 
 // A group waits by its open timeout for a process that creates its part late, whatever the timeout of its ops.
-inline void late_process() {
+TEST_CASE("processes: one that opens its part late") {
   const std::array<int, 2> sockets = socket_pair();
   in_processes(2, [&](int process) {
     if (process == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
-    Neighbours neighbours{{{0, 1}}, {-1, -1}, 20.0};
-    neighbours.sockets[1 - process] = sockets[process];
-    const std::string error = kind_of_error([&] {
-      Group group({process == 0 ? std::vector{0, -1} : std::vector{-1, 1}}, 0.05, /*poison=*/false, neighbours);
-    });
+    const std::string error = kind_of_error([&] { open_part(process, sockets, {0, 1}, 0.05); });
     expect(error.empty(), "the timeout of ops does not end the opening of a group");
   });
 }
 
 // Process 0 shares a line with each of the others. Process 1 leaves when its line is open, which the other line, that
 // is opened later, is none of its business.
-inline void lines_of_different_processes() {
+TEST_CASE("processes: lines of different processes do not disturb each other") {
   for (int i = 0; i < 20; ++i) {
     const std::array<int, 2> first = socket_pair(), second = socket_pair();
     const std::vector<std::vector<int>> processes{{0, 1}, {0, 2}};
@@ -175,19 +136,13 @@ inline void lines_of_different_processes() {
   }
 }
 
-// Who is alive is told from who has closed its group.
-inline void states_of_processes() {
+TEST_CASE("processes: one that is alive is told from one that has closed its group") {
   const std::array<int, 2> sockets = socket_pair();
-  Sharing here({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, ignore_loss);
-  Sharing there({{{0, 1}}, {sockets[1], -1}, 0.2}, {0}, ignore_loss);
-  std::string text;
-  try {
-    here.await_signal_pad(1, 1);
-  } catch (const GroupException& failure) {
-    text = failure.what();
-  }
-  expect(text == "PeerTimeoutError: process 1 did not share its signal pad within 0.2 s: it is alive",
-         "the error of a silent process says so");
+  const auto ignore = [](int, const std::string&) {};
+  Sharing here({{{0, 1}}, {-1, sockets[0]}, 0.2}, {0}, ignore);
+  Sharing there({{{0, 1}}, {sockets[1], -1}, 0.2}, {0}, ignore);
+  CHECK_THROWS_WITH(here.await_signal_pad(1, 1),
+                    "PeerTimeoutError: process 1 did not share its signal pad within 0.2 s: it is alive");
   there.close();
   while (here.state_of(1) != "it has closed the group") std::this_thread::yield();
 }

@@ -71,28 +71,36 @@ void exchange(Group& group, int rank, char* result, bool staged) {
   }
 }
 
-void in_process(int process, int socket) {
-  const std::vector<int> line = process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1};
-  std::vector<int> sockets(2, -1);
-  sockets[1 - process] = socket;
-  Group group({line}, 20.0, /*poison=*/true, Neighbours{{{0, 0, 1, 1}}, sockets, 20.0});
-  char* pools[2] = {make_pool(), nullptr};
-  const auto on_both_ranks = [&](char* memory, bool staged) {
+// What a process has of a group of two, with two ranks each.
+struct Part {
+  int process;
+  Group group;
+
+  Part(int process, int socket, bool poison)
+      : process(process),
+        group({process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1}}, 20.0, poison,
+              Neighbours{{{0, 0, 1, 1}}, process == 0 ? std::vector{-1, socket} : std::vector{socket, -1}, 20.0}) {}
+
+  void exchange_on_both_ranks(char* memory, bool staged) {
     const auto body = [&](int i) { exchange(group, 2 * process + i, memory + 4096 * i + 256, staged); };
     std::thread other([&] { body(1); });
     body(0);
     other.join();
-  };
+  }
+};
+
+void in_process(int process, int socket) {
+  Part part(process, socket, /*poison=*/true);
+  char* const pool = make_pool();
   std::vector<char> unmappable(2 * 4096);
   for (int i = 0; i < 3; ++i) {
-    on_both_ranks(pools[0], false);
-    on_both_ranks(unmappable.data(), true);
+    part.exchange_on_both_ranks(pool, false);
+    part.exchange_on_both_ranks(unmappable.data(), true);
   }
-  pools[1] = make_pool();
-  on_both_ranks(pools[1] + kPoolBytes / 2, false);
-  on_both_ranks(process == 0 ? pools[0] : unmappable.data(), process == 1);  // each as it can
-  expect(!group.take_error(), "no error is reported");
-  group.close();
+  part.exchange_on_both_ranks(make_pool() + kPoolBytes / 2, false);
+  part.exchange_on_both_ranks(process == 0 ? pool : unmappable.data(), process == 1);  // each as it can
+  expect(!part.group.take_error(), "no error is reported");
+  part.group.close();
 }
 
 int count_of(const char* folder) {
@@ -110,20 +118,14 @@ int lines_of(const char* path) {
 
 // Groups one after another use the memory of the first ones, which stays mapped here and at the peer.
 void open_many(int process, const std::vector<int>& sockets) {
-  const std::vector<int> line = process == 0 ? std::vector{0, 1, -1, -1} : std::vector{-1, -1, 0, 1};
   std::vector<char> unmappable(2 * 4096);
   int descriptors = 0, mappings = 0;
   std::set<const SignalPad*> signal_pads;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
-    std::vector<int> joined(2, -1);
-    joined[1 - process] = sockets[i];
-    Group group({line}, 20.0, /*poison=*/false, Neighbours{{{0, 0, 1, 1}}, joined, 20.0});
-    for (int rank = 0; rank < kRanks; ++rank) signal_pads.insert(group.signal_pad({0, rank}));
-    const auto body = [&](int rank) { exchange(group, 2 * process + rank, unmappable.data() + 4096 * rank, true); };
-    std::thread other([&] { body(1); });
-    body(0);
-    other.join();
-    group.close();
+    Part part(process, sockets[i], /*poison=*/false);
+    for (int rank = 0; rank < kRanks; ++rank) signal_pads.insert(part.group.signal_pad({0, rank}));
+    part.exchange_on_both_ranks(unmappable.data(), true);
+    part.group.close();
     const int now = count_of("/proc/self/fd") + static_cast<int>(i);  // one more of the given sockets is closed
     if (i == 2) descriptors = now, mappings = lines_of("/proc/self/maps"), signal_pads.clear();
     if (i < 3) continue;

@@ -1,6 +1,10 @@
 // What the checks of the protocol share: ranks on bare threads.
 #pragma once
 
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
 #include <deque>
 #include <memory>
 #include <thread>
@@ -64,6 +68,24 @@ void run_on_all_ranks(const Group& group, ArgsOf args_of, int absent = -1) {
   on_all_ranks(group, [&](const Comm& comm, int rank, const Coop& coop) {
     if (rank != absent) run_in_float32(comm, args_of(rank), coop);
   });
+}
+
+// What would join two processes.
+inline std::array<int, 2> socket_pair() {
+  std::array<int, 2> sockets{};
+  expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets.data()) == 0, "a pair of sockets is made");
+  return sockets;
+}
+
+// What a failure is called, or nothing.
+template <class Body>
+std::string kind_of_error(Body body) {
+  try {
+    body();
+  } catch (const GroupException& failure) {
+    return name_of(failure.error.kind);
+  }
+  return "";
 }
 
 inline std::shared_ptr<Group> make_group(double timeout_seconds, bool poison) {

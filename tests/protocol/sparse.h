@@ -107,22 +107,6 @@ inline void sparse_reductions(int times) {
   expect(!group.take_error(), "no error is reported");
 }
 
-// More rows than are left below 2^31 after the last stride.
-inline void parts_end() {
-  Group group({{0}}, 20.0, /*poison=*/false);
-  const Coop coop({1, 1 << 30});
-  const Op op(group.comm({0, 0}), coop, OpKind::sparse_reduce);
-  int32_t bounds[2] = {};
-  SparseReduceArgs args{};
-  args.bounds = bounds;
-  std::vector<int> visited;
-  SparseRuns(op, args).for_my_part(2147483647, [&](int i) {
-    visited.push_back(i);
-    expect(visited.size() < 3, "a part ends");
-  });
-  expect(visited == std::vector<int>({1, 1 + (1 << 30)}), "a part is every `count`-th entry");
-}
-
 // A rank that is lost between the two steps: nobody returns while a peer may still read its rows.
 inline void lost_sparse_rank() {
   Group group({{0, 1, 2, 3}}, 0.2, /*poison=*/false);
