@@ -13,7 +13,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
 
 BLOCK = 64  # ids of a program, and ids with which it compares them at once
@@ -46,7 +46,7 @@ def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tu
 def _sort(groups: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     results = [jax.ShapeDtypeStruct((size,), np.int32) for size in (*ids.shape, *ids.shape, groups)]
     grid = (pl.cdiv(max(ids.shape[0], groups), BLOCK),)
-    place, order, sizes = call_kernel(_place, "counting_sort", grid, [ids], results, compiler_params(4), interpret)
+    place, order, sizes = call_kernel(_place, "counting_sort", grid, [ids], results, interpret)
     return place, order, sizes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
@@ -193,8 +193,8 @@ def _call(
         body(dict(zip(("scores", *names, *results), refs, strict=True)), rows=tiling.tokens)
 
     types = [jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in results.values()]
-    name, grid, params = body.func.__name__.strip("_"), (pl.cdiv(tokens, tiling.tokens),), compiler_params(tiling.warps)
-    return call_kernel(named, name, grid, (scores, *others), types, params, interpret)
+    name, grid = body.func.__name__.strip("_"), (pl.cdiv(tokens, tiling.tokens),)
+    return call_kernel(named, name, grid, (scores, *others), types, interpret, tiling.warps)
 
 
 def _route(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
@@ -233,8 +233,7 @@ def _call(
         body(refs_of, refs[len(operands) :], entries=entries, cut=cut, **options)
 
     grid = pl.cdiv(given["values"].shape[1], cut.columns), pl.cdiv(rows, cut.rows)
-    name, params = body.__name__.strip("_"), compiler_params(cut.warps)
-    return call_kernel(named, name, grid, [*operands.values()], results, params, interpret)
+    return call_kernel(named, body.__name__.strip("_"), grid, [*operands.values()], results, interpret, cut.warps)
 
 
 def _sum_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:
