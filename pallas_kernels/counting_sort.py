@@ -31,9 +31,6 @@ def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tu
       place: [N] int32, the place of each id in the order, or -1 for an id outside. order: [N] int32, the id at each
       place, or -1 for an id outside. sizes: [groups] int32, the number of each id. Under `jax.vmap` one element of the
       batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("counting_sort", "ids", ids, "[N]", (np.int32, np.int64))
     if not 0 < ids.shape[0] <= MOST_IDS:

@@ -111,9 +111,6 @@ def grouped_matmul(
 
     Returns:
       The result [M, N], then the kept products.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     op = "grouped_matmul"
     check_array(op, "lhs", lhs, "[M, K]", FLOATS)

@@ -26,9 +26,6 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
 
     Returns:
       [N] int32. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     for name, x, layout in (("union", union, "[U]"), ("ids", ids, "[N]")):
         check_array("places_in_sorted", name, x, layout, (np.integer,))

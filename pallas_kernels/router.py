@@ -105,9 +105,6 @@ def route(
     Returns:
       [T, K] int32, the best expert first, and [T, K] float32. Under `jax.vmap` one element of the batch is computed
       after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     groups = groups or Groups()
     layout = _checked("route", "logits", logits, groups)
@@ -146,9 +143,6 @@ def best_groups(
     Args:
       scores: [T, E] bfloat16, float16 or float32, E and G as `can_route` says.
       tiling, interpret: as for `route`.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     layout = _checked("best_groups", "scores", scores, groups)
     body = partial(_keep_groups, layout=layout, groups=groups)

@@ -32,9 +32,6 @@ def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tu
     Returns:
       starts: [N + 1] int32. The first id of each run, then the end of the last run. different: [N], the id of each run,
       then `limit`. count: [] int32, the runs. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("runs_of_sorted", "ids", ids, "[N]", (np.signedinteger,))
     if ids.shape[0] >= 2**31 - BLOCK:

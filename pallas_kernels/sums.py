@@ -93,9 +93,6 @@ def sum_segments(
 
     Returns:
       [S, D], or [G, D] with groups. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("sum_segments", "values", values, "[N, D]", FLOATS)
     entries, segments = values.shape[0] if order is None else order.shape[0], starts.shape[0] - 1
