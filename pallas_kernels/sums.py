@@ -120,24 +120,15 @@ def sum_segments(
     if not (entries and segments and results and values.size):
         return jnp.zeros_like(operands[0], dtype, shape=(results, values.shape[1]))
     tiling = tiling or sum_tiling(values.shape[1], values.dtype)
-    return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
+    result, names = jax.ShapeDtypeStruct((results, values.shape[1]), dtype), ("values", "starts", *given)
 
+    def sums(*operands: jax.Array) -> jax.Array:
+        given = dict(zip(names, operands, strict=True))
+        if groups is not None:
+            return _fold_groups(given, entries, result, tiling, interpret)
+        return fold_segments(given, entries, [result], _write, tiling, interpret)[0]
 
-def _sum(
-    names: list[str],
-    entries: int,
-    dtype: np.dtype,
-    tiling: SumTiling,
-    interpret: bool,
-    values: jax.Array,
-    starts: jax.Array,
-    *others: jax.Array,
-) -> jax.Array:
-    given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
-    result = jax.ShapeDtypeStruct((given.get("groups", starts).shape[0] - 1, values.shape[1]), dtype)
-    if "groups" in given:
-        return _fold_groups(given, entries, result, tiling, interpret)
-    return fold_segments(given, entries, [result], _write, tiling, interpret)[0]
+    return sequential_vmap(sums)(*operands)
 
 
 def _write(refs: dict[str, Any], outs: Any, segment: jax.Array, mask: jax.Array, column: jax.Array) -> Any:

@@ -31,16 +31,7 @@ from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group
 from jax_ep.ops.moe import settings
 from jax_ep.ops.moe.settings import DispatchConfig
-from jax_ep.ops.moe.types import (
-    COMBINED,
-    DISPATCHED,
-    NO_GRADIENT,
-    WHOLE,
-    Chunks,
-    Dispatched,
-    Routing,
-    Unexpanded,
-)
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, Routing, Unexpanded
 from jax_ep.ops.moe.xla import add_rows_of_tokens
 
 _Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weights, and the routing
