@@ -86,7 +86,6 @@ class _Profile:
 
 
 def group_opened(group: Ranks, native: NativeGroup) -> None:
-    """Called when a group with kernels has been opened."""
     with _lock:
         _groups[group] = native
         if _profile is not None:
@@ -94,7 +93,6 @@ def group_opened(group: Ranks, native: NativeGroup) -> None:
 
 
 def group_closing(group: Ranks) -> None:
-    """Called before a group with kernels closes."""
     with _lock:
         _groups.pop(group, None)
         if _profile is not None and group in _profile.groups:

@@ -60,15 +60,15 @@ def call_kernel(
     grid: tuple[int, ...],
     operands: Sequence[jax.Array],
     results: Sequence[Any],
-    params: Any,
     interpret: bool,
+    warps: int = 4,
+    stages: int | None = None,
 ) -> list[jax.Array]:
     """Calls `body` with references to whole arrays: the operands, then the results.
 
     Args:
       name: of the kernel in profiles.
       results: arrays, which are written in place; or types of arrays that vary like the first operand.
-      params: `compiler_params`.
     """
     written = [i for i, x in enumerate(results) if isinstance(x, jax.Array)]
 
@@ -84,7 +84,7 @@ def call_kernel(
         in_specs=[anywhere] * (len(operands) + len(written)),
         out_specs=[anywhere] * len(results),
         input_output_aliases={len(operands) + place: i for place, i in enumerate(written)},
-        compiler_params=params,
+        compiler_params=compiler_params(warps, stages),
         interpret=interpret,
         name=name,
     )(*operands, *(results[i] for i in written))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
 
 BLOCK = 64  # ids of a program, and ids with which it compares them at once
@@ -31,9 +31,6 @@ def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tu
       place: [N] int32, the place of each id in the order, or -1 for an id outside. order: [N] int32, the id at each
       place, or -1 for an id outside. sizes: [groups] int32, the number of each id. Under `jax.vmap` one element of the
       batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("counting_sort", "ids", ids, "[N]", (np.int32, np.int64))
     if not 0 < ids.shape[0] <= MOST_IDS:
@@ -46,7 +43,7 @@ def counting_sort(ids: jax.Array, groups: int, *, interpret: bool = False) -> tu
 def _sort(groups: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     results = [jax.ShapeDtypeStruct((size,), np.int32) for size in (*ids.shape, *ids.shape, groups)]
     grid = (pl.cdiv(max(ids.shape[0], groups), BLOCK),)
-    place, order, sizes = call_kernel(_place, "counting_sort", grid, [ids], results, compiler_params(4), interpret)
+    place, order, sizes = call_kernel(_place, "counting_sort", grid, [ids], results, interpret)
     return place, order, sizes
 
 

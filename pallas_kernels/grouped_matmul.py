@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
 from jax_ep.pallas_kernels.varying import vary_alike
@@ -111,9 +111,6 @@ def grouped_matmul(
 
     Returns:
       The result [M, N], then the kept products.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     op = "grouped_matmul"
     check_array(op, "lhs", lhs, "[M, K]", FLOATS)
@@ -149,8 +146,8 @@ def grouped_matmul(
         shape=(rows, columns, depth),
     )
     results = [jax.ShapeDtypeStruct((rows, columns), dtype or lhs.dtype)] * (3 if keep_products else 1)
-    grid, params = (pl.cdiv(columns, tiling.columns), tiles), compiler_params(tiling.warps, tiling.stages)
-    return tuple(call_kernel(body, op, grid, (lhs, *rest), results, params, interpret))
+    grid = (pl.cdiv(columns, tiling.columns), tiles)
+    return tuple(call_kernel(body, op, grid, (lhs, *rest), results, interpret, tiling.warps, tiling.stages))
 
 
 def grouped_outer(
@@ -194,8 +191,7 @@ def grouped_outer(
     )
     grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
     result = jax.ShapeDtypeStruct((groups, rows, columns), dtype or lhs.dtype)
-    params = compiler_params(tiling.warps, tiling.stages)
-    return call_kernel(body, op, grid, (lhs, *rest), [result], params, interpret)[0]
+    return call_kernel(body, op, grid, (lhs, *rest), [result], interpret, tiling.warps, tiling.stages)[0]
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:

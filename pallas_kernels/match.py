@@ -9,7 +9,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
 from jax_ep.pallas_kernels.varying import vary_alike
 
@@ -26,9 +26,6 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
 
     Returns:
       [N] int32. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     for name, x, layout in (("union", union, "[U]"), ("ids", ids, "[N]")):
         check_array("places_in_sorted", name, x, layout, (np.integer,))
@@ -44,8 +41,7 @@ def places_in_sorted(union: jax.Array, ids: jax.Array, *, interpret: bool = Fals
 
 def _places(interpret: bool, union: jax.Array, ids: jax.Array) -> jax.Array:
     grid, result = (pl.cdiv(ids.shape[0], BLOCK),), jax.ShapeDtypeStruct(ids.shape, np.int32)
-    params = compiler_params(4)
-    return call_kernel(_search, "places_in_sorted", grid, (union, ids), [result], params, interpret)[0]
+    return call_kernel(_search, "places_in_sorted", grid, (union, ids), [result], interpret)[0]
 
 
 def _search(union: Any, ids: Any, places: Any) -> None:

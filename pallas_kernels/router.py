@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
@@ -105,9 +105,6 @@ def route(
     Returns:
       [T, K] int32, the best expert first, and [T, K] float32. Under `jax.vmap` one element of the batch is computed
       after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     groups = groups or Groups()
     layout = _checked("route", "logits", logits, groups)
@@ -146,9 +143,6 @@ def best_groups(
     Args:
       scores: [T, E] bfloat16, float16 or float32, E and G as `can_route` says.
       tiling, interpret: as for `route`.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     layout = _checked("best_groups", "scores", scores, groups)
     body = partial(_keep_groups, layout=layout, groups=groups)
@@ -193,8 +187,8 @@ def _call(
         body(dict(zip(("scores", *names, *results), refs, strict=True)), rows=tiling.tokens)
 
     types = [jax.ShapeDtypeStruct((tokens, width), dtype) for width, dtype in results.values()]
-    name, grid, params = body.func.__name__.strip("_"), (pl.cdiv(tokens, tiling.tokens),), compiler_params(tiling.warps)
-    return call_kernel(named, name, grid, (scores, *others), types, params, interpret)
+    name, grid = body.func.__name__.strip("_"), (pl.cdiv(tokens, tiling.tokens),)
+    return call_kernel(named, name, grid, (scores, *others), types, interpret, tiling.warps)
 
 
 def _route(

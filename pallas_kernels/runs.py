@@ -13,7 +13,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
 from jax_ep.pallas_kernels.tiles import power_of_two
 
@@ -32,9 +32,6 @@ def runs_of_sorted(ids: jax.Array, limit: int, *, interpret: bool = False) -> tu
     Returns:
       starts: [N + 1] int32. The first id of each run, then the end of the last run. different: [N], the id of each run,
       then `limit`. count: [] int32, the runs. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("runs_of_sorted", "ids", ids, "[N]", (np.signedinteger,))
     if ids.shape[0] >= 2**31 - BLOCK:
@@ -53,8 +50,8 @@ def _runs(limit: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.A
 
     def call(body: Any, sizes: tuple[int, ...], dtypes: tuple[Any, ...], *operands: jax.Array) -> list[jax.Array]:
         results = [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-        name, kernel, params = body.__name__.strip("_"), partial(body, limit=limit), compiler_params(4)
-        return call_kernel(kernel, name, (blocks,), operands, results, params, interpret)
+        kernel = partial(body, limit=limit)
+        return call_kernel(kernel, body.__name__.strip("_"), (blocks,), operands, results, interpret)
 
     counts = call(_count_runs, (blocks, blocks), (np.int32, np.int32), ids)
     sizes, dtypes = (total + 1, total, 1), (np.int32, ids.dtype, np.int32)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
 
-from jax_ep.pallas_kernels.call import call_kernel, compiler_params, triton
+from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
@@ -93,9 +93,6 @@ def sum_segments(
 
     Returns:
       [S, D], or [G, D] with groups. Under `jax.vmap` one element of the batch is computed after the other.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     check_array("sum_segments", "values", values, "[N, D]", FLOATS)
     entries, segments = values.shape[0] if order is None else order.shape[0], starts.shape[0] - 1
@@ -123,24 +120,15 @@ def sum_segments(
     if not (entries and segments and results and values.size):
         return jnp.zeros_like(operands[0], dtype, shape=(results, values.shape[1]))
     tiling = tiling or sum_tiling(values.shape[1], values.dtype)
-    return sequential_vmap(partial(_sum, list(given), entries, dtype, tiling, interpret))(*operands)
+    result, names = jax.ShapeDtypeStruct((results, values.shape[1]), dtype), ("values", "starts", *given)
 
+    def sums(*operands: jax.Array) -> jax.Array:
+        given = dict(zip(names, operands, strict=True))
+        if groups is not None:
+            return _fold_groups(given, entries, result, tiling, interpret)
+        return fold_segments(given, entries, [result], _write, tiling, interpret)[0]
 
-def _sum(
-    names: list[str],
-    entries: int,
-    dtype: np.dtype,
-    tiling: SumTiling,
-    interpret: bool,
-    values: jax.Array,
-    starts: jax.Array,
-    *others: jax.Array,
-) -> jax.Array:
-    given = {"values": values, "starts": starts} | dict(zip(names, others, strict=True))
-    result = jax.ShapeDtypeStruct((given.get("groups", starts).shape[0] - 1, values.shape[1]), dtype)
-    if "groups" in given:
-        return _fold_groups(given, entries, result, tiling, interpret)
-    return fold_segments(given, entries, [result], _write, tiling, interpret)[0]
+    return sequential_vmap(sums)(*operands)
 
 
 def _write(refs: dict[str, Any], outs: Any, segment: jax.Array, mask: jax.Array, column: jax.Array) -> Any:
@@ -233,8 +221,7 @@ def _call(
         body(refs_of, refs[len(operands) :], entries=entries, cut=cut, **options)
 
     grid = pl.cdiv(given["values"].shape[1], cut.columns), pl.cdiv(rows, cut.rows)
-    name, params = body.__name__.strip("_"), compiler_params(cut.warps)
-    return call_kernel(named, name, grid, [*operands.values()], results, params, interpret)
+    return call_kernel(named, body.__name__.strip("_"), grid, [*operands.values()], results, interpret, cut.warps)
 
 
 def _sum_first_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cut, epilogue: Epilogue) -> None:

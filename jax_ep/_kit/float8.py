@@ -23,31 +23,36 @@ from jax_ep.pallas_kernels import BLOCK as BLOCK, blocks_to_float8
 BITS, FLOAT8 = np.dtype(np.uint8), np.dtype(jnp.float8_e4m3fn)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Float8Rows:
-    """Rows: row[i] = values[i] * scales[i // 128], for every row and i < H.
-
-    Attributes:
-      bits: [M, H] uint8, the bits of `values`.
-      scales: [M, H / 128] float32.
-    """
+class Float8:
+    """What the formats have in common."""
 
     bits: jax.Array
     scales: jax.Array
 
     @property
     def values(self) -> jax.Array:
-        """[M, H] float8_e4m3fn."""
+        """float8_e4m3fn in the shape of `bits`."""
         return _bitcast(self.bits, FLOAT8)
 
     def __repr__(self) -> str:
-        return f"Float8Rows({checks.described(bits=self.bits, scales=self.scales)})"
+        return f"{type(self).__name__}({checks.described(bits=self.bits, scales=self.scales)})"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
-class Float8Weights:
+class Float8Rows(Float8):
+    """Rows: row[i] = values[i] * scales[i // 128], for every row and i < H.
+
+    Attributes:
+      bits: [M, H] uint8, the bits of `values`, which are float8_e4m3fn.
+      scales: [M, H / 128] float32.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, repr=False)
+class Float8Weights(Float8):
     """Matrices of weights: weight[k, n] = values[n, k] * scales[n // 128, k // 128] for each matrix.
 
     They are transposed, since tensor cores read float8 along the contraction.
@@ -57,29 +62,15 @@ class Float8Weights:
       scales: [..., N / 128, K / 128] float32.
     """
 
-    bits: jax.Array
-    scales: jax.Array
-
     def __post_init__(self) -> None:
         if isinstance(self.bits, checks.ARRAYS) and self.bits.dtype == FLOAT8:  # else a leaf of any kind
             object.__setattr__(self, "bits", _bitcast(self.bits, BITS))
-
-    @property
-    def values(self) -> jax.Array:
-        """[..., N, K] float8_e4m3fn."""
-        return _bitcast(self.bits, FLOAT8)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weights before they were quantized: [..., K, N]."""
         *others, n, k = self.bits.shape
         return (*others, k, n)
-
-    def __repr__(self) -> str:
-        return f"Float8Weights({checks.described(bits=self.bits, scales=self.scales)})"
-
-
-Float8 = Float8Rows | Float8Weights  # isinstance(x, Float8): whether it is in float8
 
 
 def rows_to_float8(rows: jax.Array) -> Float8Rows:

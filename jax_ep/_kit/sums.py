@@ -40,7 +40,8 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: DTypeLike) -> jax.A
     count, like = segments.starts.shape[0] - 1, rows.dtype
 
     def by_xla(rows: jax.Array, segments: Segments) -> jax.Array:
-        return _segment_sum(_taken(rows, segments.order), segments.of, count, dtype, are_sorted=True)
+        taken = rows if segments.order is None else rows[segments.order]
+        return _segment_sum(taken, segments.of, count, dtype, are_sorted=True)
 
     def by_kernel(rows: jax.Array, segments: Segments, interpret: bool) -> jax.Array:
         _, starts, order = segments
@@ -77,7 +78,8 @@ def _sum_by_ids(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, we
     def by_kernel(ids: jax.Array, rows: jax.Array, *weights: jax.Array, interpret: bool) -> jax.Array:
         narrow = jnp.uint16 if count < 2**16 else jnp.int32  # halves the passes of a radix sort
         ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(narrow))
-        starts, sorted_weights = starts_of_sorted(ids, count), weights[0][order] if weights else None
+        starts = places_in_sorted(ids, jnp.arange(count + 1, dtype=jnp.int32))
+        sorted_weights = weights[0][order] if weights else None
         options = {"order": order, "weights": sorted_weights}
         return pallas_kernels.sum_segments(rows, starts, dtype=dtype, interpret=interpret, **options)
 
@@ -149,11 +151,6 @@ def sorted_with_order(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ids, order
 
 
-def starts_of_sorted(ids: jax.Array, count: int) -> jax.Array:
-    """int32 [count + 1]: how many of the sorted ids [N] are below 0, 1, ..., count."""
-    return places_in_sorted(ids, jnp.arange(count + 1, dtype=jnp.int32))
-
-
 def places_in_sorted(union: jax.Array, ids: jax.Array) -> jax.Array:
     """int32 [N]: how many of the sorted integers [U] are below each of the int32 ids [N].
 
@@ -177,10 +174,6 @@ def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: DTypeLike, a
 
 def _times(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
     return rows if weights is None else rows.astype(jnp.float32) * weights.astype(jnp.float32)[:, None]
-
-
-def _taken(rows: jax.Array, order: jax.Array | None) -> jax.Array:
-    return rows if order is None else rows[order]
 
 
 def _read(rows: jax.Array, at: jax.Array) -> jax.Array:

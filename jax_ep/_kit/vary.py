@@ -7,6 +7,7 @@ from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jax_ep._kit.checks import AxisName, axes_of
+from jax_ep.pallas_kernels import varying
 
 _Operands = TypeVarTuple("_Operands")
 
@@ -27,12 +28,8 @@ def vary_alike(axis_name: AxisName | None, *operands: *_Operands) -> tuple[*_Ope
     `check_vma=True` rejects operands that differ. With `check_vma=False` it does nothing.
     """
     arrays, structure = jax.tree.flatten(operands)
-    axes = frozenset(axes_of(axis_name) if axis_name is not None and tracks_varying(axis_name) else ())
-    axes = axes.union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-    missing = [tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
-    return structure.unflatten(
-        jax.lax.pcast(x, more, to="varying") if more else x for x, more in zip(arrays, missing, strict=True)
-    )
+    over = axes_of(axis_name) if axis_name is not None and tracks_varying(axis_name) else ()
+    return structure.unflatten(varying.vary_alike(*arrays, over=over))
 
 
 def result_type(
@@ -42,6 +39,6 @@ def result_type(
 
     A plain result counts as unvarying.
     """
-    varying = jax.typeof(like).manual_axis_type.varying - unvarying
+    axes = jax.typeof(like).manual_axis_type.varying - unvarying
     sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())  # says which axes are manual
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=varying))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=ManualAxisType(varying=axes))

@@ -68,9 +68,7 @@ def softmax_top_k(
       mask: [T] bool, the tokens that count. Others, such as padding, get ids of -1 and weights of 0, even if their
         logits are NaN, and do not contribute to gradients.
     """
-    op = "softmax_top_k"
-    how = _checked(op, "softmax", logits, top_k, groups, top_groups, best_of_group, renormalize)
-    return _route(op, how, logits, scale, None, ids, mask)
+    return _route("softmax", logits, top_k, groups, top_groups, best_of_group, renormalize, scale, None, ids, mask)
 
 
 @op_scope("sigmoid_top_k")
@@ -99,11 +97,7 @@ def sigmoid_top_k(
       scale: a factor of the resulting weights.
       ids, mask: as for `softmax_top_k`.
     """
-    op = "sigmoid_top_k"
-    how = _checked(op, "sigmoid", logits, top_k, groups, top_groups, best_of_group, renormalize)
-    if bias is not None:
-        checks.check_array(op, "bias", bias, "[E]", np.float32, shape=logits.shape[1:])
-    return _route(op, how, logits, scale, bias, ids, mask)
+    return _route("sigmoid", logits, top_k, groups, top_groups, best_of_group, renormalize, scale, bias, ids, mask)
 
 
 def within_top_groups(scores: AnyArray, top_k: int, groups: int, top_groups: int, best_of_group: int = 2) -> jax.Array:
@@ -128,26 +122,6 @@ class _How(NamedTuple):
     renormalize: bool
 
 
-def _checked(
-    op: str,
-    score: Literal["softmax", "sigmoid"],
-    logits: AnyArray,
-    top_k: int,
-    groups: int,
-    top_groups: int | None,
-    best_of_group: int,
-    renormalize: bool,
-) -> _How:
-    checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
-    checks.check_int(op, "top_k", top_k)
-    if top_k > logits.shape[1]:
-        raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
-    checks.check_bool(op, "renormalize", renormalize)
-    return _How(
-        score, top_k, _checked_groups(op, logits.shape[1], top_k, groups, top_groups, best_of_group), renormalize
-    )
-
-
 def _checked_groups(
     op: str, experts: int, top_k: int, groups: int, top_groups: int | None, best_of_group: int
 ) -> Groups:
@@ -166,19 +140,33 @@ def _checked_groups(
 
 
 def _route(
-    op: str,
-    how: _How,
+    score: Literal["softmax", "sigmoid"],
     logits: AnyArray,
+    top_k: int,
+    groups: int,
+    top_groups: int | None,
+    best_of_group: int,
+    renormalize: bool,
     scale: float,
     bias: AnyArray | None,
     ids: AnyArray | None,
     mask: AnyArray | None,
 ) -> Routed:
+    op = f"{score}_top_k"
+    checks.check_array(op, "logits", logits, "[T, E]", checks.TOKEN_DTYPES)
+    checks.check_int(op, "top_k", top_k)
+    if top_k > logits.shape[1]:
+        raise ValueError(f"{op}: top_k must be in [1, E = {logits.shape[1]}], got {top_k}")
+    checks.check_bool(op, "renormalize", renormalize)
+    chosen_from = _checked_groups(op, logits.shape[1], top_k, groups, top_groups, best_of_group)
+    if bias is not None:
+        checks.check_array(op, "bias", bias, "[E]", np.float32, shape=logits.shape[1:])
     checks.check_number(op, "scale", scale)
     check_mask(op, logits, mask)
     if ids is not None:
-        checks.check_array(op, "ids", ids, "[T, K]", np.integer, shape=(logits.shape[0], how.top_k))
+        checks.check_array(op, "ids", ids, "[T, K]", np.integer, shape=(logits.shape[0], top_k))
         ids = checks.to_int32(ids)
+    how = _How(score, top_k, chosen_from, renormalize)
     logits, others = jnp.asarray(logits), {"bias": bias, "ids": ids, "mask": mask}
     given = {name: jnp.asarray(x) for name, x in others.items() if x is not None}
     found = _choose(how, *jax.lax.stop_gradient((logits, given)))
@@ -260,7 +248,6 @@ def _within(groups: Groups, scores: jax.Array, kept: jax.Array) -> jax.Array:
 
 
 def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:
-    """For each id, whether it names an expert."""
     return (expert_ids >= 0) & (expert_ids < num_experts)
 
 

@@ -54,7 +54,7 @@ class Agreement:
     def __init__(self, participants: Participants, op: str, /, **settings: object):
         text = " ".join([op, *(f"{name}={value}" for name, value in settings.items())])
         self._does_nothing = not participants.compares and participants.marked is None
-        self._begin, self._end = partial(_begun, participants, text), partial(_ended, participants, text)
+        self._begin, self._end = partial(_begun, participants, text), partial(_marked, participants, text, begins=False)
         self._begin_gradient = partial(_begun, participants, f"gradient of {text}")
 
     def enter(self, operands: _Arrays) -> _Arrays:
@@ -98,12 +98,8 @@ def _begun(participants: Participants, text: str, operands: _Arrays) -> _Arrays:
     return jax.tree.map(lambda x: jnp.where(agreed == 0, x, jnp.zeros_like(x)), operands)
 
 
-def _ended(participants: Participants, text: str, results: _Arrays) -> _Arrays:
-    """The results. A rank marks that the call ends."""
-    return _marked(participants, text, results, begins=False)
-
-
 def _marked(participants: Participants, text: str, arrays: _Arrays, *, begins: bool) -> _Arrays:
+    """The arrays. A rank marks that the call begins or ends."""
     leaves, structure = jax.tree.flatten(arrays)
     full = [i for i, x in enumerate(leaves) if x.size]
     if participants.marked is not None and full:

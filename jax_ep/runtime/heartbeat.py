@@ -88,8 +88,6 @@ class Store(Protocol):
 
 
 class Readings(NamedTuple):
-    """The heartbeats that a process has read."""
-
     reads: int  # so far
     by_process: Mapping[int, Heartbeat]
 

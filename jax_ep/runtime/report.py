@@ -45,7 +45,6 @@ def printable(line: str) -> str:
 
 
 def _of_group(dumps: list[Dump]) -> Iterator[str]:
-    """The lines of one group, of its dumps in the order of time."""
     latest = {(dump.host, dump.process): dump for dump in dumps}  # of each process
     latest = dict(sorted(latest.items(), key=lambda item: item[1].time))
     owners = {rank: process for process, dump in latest.items() for rank in _own_ranks(dump)}

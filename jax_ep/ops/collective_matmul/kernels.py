@@ -10,8 +10,6 @@ from jax_ep.group import Group
 
 
 class MatmulConfig(NamedTuple):
-    """The settings of the kernels."""
-
     group: Group
     dtype: np.dtype  # of the result
     transpose_rhs: bool = False  # rhs is [N, K]

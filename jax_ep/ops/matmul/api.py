@@ -215,13 +215,6 @@ def _by_xla(
     return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if kind == "transposed" else rhs, group_sizes, precision, dtype)
 
 
-def rows_product(rows: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """`ragged_dot` of rows that may be gathered."""
-    if isinstance(rows, GatheredRows):
-        return ragged_dot(rows.matrix, rhs, group_sizes, lhs_indices=rows.indices)
-    return ragged_dot(rows, rhs, group_sizes)
-
-
 def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """[M, K]: a cotangent [M, N], in the dtype of `rhs`, times the transposed matrix [K, N] of each group.
 

@@ -49,9 +49,6 @@ def dot(lhs: Float8Rows, rhs: Float8Weights, *, preferred_element_type: DTypeLik
 
     Returns:
       [M, N].
-
-    Raises:
-      TypeError, ValueError: an argument is wrong; raised when traced.
     """
     dtype = _check_operands("float8.dot", lhs, rhs, preferred_element_type, ndim=2)
     one_group = jax.tree.map(lambda x: x[None], rhs)
@@ -185,7 +182,6 @@ def quantize_and_multiply(
 def straight_through_product(
     dtype: np.dtype, lhs: jax.Array, rhs: jax.Array | Float8Weights, group_sizes: jax.Array
 ) -> jax.Array:
-    """`ragged_dot` of checked operands."""
     return quantize_and_multiply(lhs, rhs, group_sizes, dtype=dtype)
 
 

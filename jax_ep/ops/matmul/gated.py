@@ -29,9 +29,6 @@ class ClampedSwiglu:
     Attributes:
       limit: a positive float. Products beyond it have no gradient.
       slope: a float.
-
-    Raises:
-      TypeError, ValueError: an attribute is wrong.
     """
 
     limit: float = 7.0

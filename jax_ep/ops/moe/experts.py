@@ -42,7 +42,7 @@ from jax_ep.ops.matmul import api as matmul
 from jax_ep.ops.matmul.float8 import gated_product_to_float8, quantize_and_multiply, straight_through_product
 from jax_ep.ops.matmul.gated import ACTIVATIONS
 from jax_ep.ops.matmul.quantize import as_array, as_float8_weights, quantize_rows
-from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows
+from jax_ep.ops.matmul.rows import GatheredRows, Rows, dense_rows, matrix_and_indices
 from jax_ep.ops.moe import kernels
 from jax_ep.ops.moe.api import run_combine, run_dispatch
 from jax_ep.ops.moe.kernels import inner_products, of_assignments, weighed
@@ -242,7 +242,8 @@ def _up_and_gate(
     def product(rows: Rows | Float8Rows, matrix: PyTree, sizes: jax.Array) -> jax.Array:
         if isinstance(rows, Float8Rows):
             return quantize_and_multiply(rows, matrix, sizes, dtype=dtype)
-        return matmul.rows_product(rows, matrix, sizes)
+        dense, indices = matrix_and_indices(rows)
+        return matmul.ragged_dot(dense, matrix, sizes, lhs_indices=indices)
 
     def composed(rows: Rows | Float8Rows, sizes: jax.Array, *operands: PyTree) -> tuple[jax.Array, Products]:
         split = len(matrices)

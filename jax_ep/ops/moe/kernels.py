@@ -31,16 +31,7 @@ from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group
 from jax_ep.ops.moe import settings
 from jax_ep.ops.moe.settings import DispatchConfig
-from jax_ep.ops.moe.types import (
-    COMBINED,
-    DISPATCHED,
-    NO_GRADIENT,
-    WHOLE,
-    Chunks,
-    Dispatched,
-    Routing,
-    Unexpanded,
-)
+from jax_ep.ops.moe.types import COMBINED, DISPATCHED, NO_GRADIENT, WHOLE, Chunks, Dispatched, Routing, Unexpanded
 from jax_ep.ops.moe.xla import add_rows_of_tokens
 
 _Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weights, and the routing
@@ -48,13 +39,35 @@ _Combined = tuple[jax.Array, jax.Array, Routing]  # experts' outputs, their weig
 
 @op_scope("scatter")
 def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Sends rows [T, H] along a known routing, into `onto` if it is given: [C, H].
+    """Sends rows [T, H] along a known routing: [C, H].
 
-    Several calls may write into one array. They write different rows, so the cotangent of `onto` is that of the result.
+    Rows without a token are those of `onto`, or follow `DispatchConfig.zero_unused`. Several calls may write into one
+    array. They write different rows, so the cotangent of `onto` is that of the result.
     """
 
+    config = routing.config
+
     def forward(routing: Routing, operands: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-        return _run_scatter(group, operands[0], routing, operands[1])
+        tokens, onto = operands
+        called = ffi.call(
+            "scatter",
+            tokens,
+            routing.targets,
+            routing.row_of,
+            *([routing.counts] if onto is None else []),
+            ranks=group._ranks,
+            updated=onto,
+            onto=onto is not None,
+            dtype=tokens.dtype,
+            num_tokens=tokens.shape[0],
+            top_k=routing.targets.shape[1],
+            hidden=tokens.shape[1],
+            local_experts=config.local_experts,
+            capacity=config.capacity,
+            alignment=config.alignment,
+            zero_unused=config.zero_unused,
+        )
+        return called["rows"]
 
     def backward(routing: Routing, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         tokens, _ = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)
@@ -67,7 +80,11 @@ def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Rout
     """Sums of rows [C, H] per token, and weights [R, T, K] sent back to their assignments: [T, H] and [T, K]."""
 
     def forward(routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _run_return(group, *operands, routing)
+        rows, weights = operands
+        if settings.is_alone_on_gpu(group):
+            return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
+        called = _call_combine(group, rows, routing, scalars=weights)
+        return called["combined"], called["returned"]
 
     return linear(forward, partial(_to_rows, group), jax.lax.stop_gradient(routing), (rows, weights))
 
@@ -123,8 +140,24 @@ def intranode_dispatch(
 ) -> Dispatched | Unexpanded:
     """Runs the kernel for `op`. `_with_derivative` attaches the derivative."""
     constant_tokens, constant_weights = jax.lax.stop_gradient((tokens, weights))
-    out = _run_dispatch(op, group, config, constant_tokens, expert_ids, constant_weights)
-    out = checkpoint_name(out, DISPATCHED)
+    called = ffi.call(
+        "dispatch",
+        constant_tokens,
+        expert_ids,
+        constant_weights,
+        ranks=group._ranks,
+        called_by=op,
+        dtype=tokens.dtype,
+        num_tokens=tokens.shape[0],
+        top_k=expert_ids.shape[1],
+        hidden=tokens.shape[1],
+        **config.settings(),
+    )
+    rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
+    names = {leaf.name for leaf in dataclasses.fields(Routing)} - {"config"}
+    routing = Routing(**{name: called[name] for name in names}, config=config)
+    out = Dispatched(rows, called["group_sizes"], routing)
+    out = checkpoint_name(out if config.expand else Unexpanded(*out, called["indices"]), DISPATCHED)
     rows, routed_weights = _with_derivative(group, config, tokens, weights, out)
     return out._replace(rows=rows, routing=dataclasses.replace(out.routing, weights=routed_weights))
 
@@ -197,69 +230,10 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: _Combined, tangents: _Co
     return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
 
 
-def _run_dispatch(
-    op: str, group: Group, config: DispatchConfig, tokens: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> Dispatched | Unexpanded:
-    called = ffi.call(
-        "dispatch",
-        tokens,
-        expert_ids,
-        weights,
-        ranks=group._ranks,
-        called_by=op,
-        dtype=tokens.dtype,
-        num_tokens=tokens.shape[0],
-        top_k=expert_ids.shape[1],
-        hidden=tokens.shape[1],
-        **config.settings(),
-    )
-    rows = Float8Rows(called["rows"], called["scales"]) if config.wire == "float8_rows" else called["rows"]
-    names = {leaf.name for leaf in dataclasses.fields(Routing)} - {"config"}
-    routing = Routing(**{name: called[name] for name in names}, config=config)
-    if config.expand:
-        return Dispatched(rows, called["group_sizes"], routing)
-    return Unexpanded(rows, called["group_sizes"], routing, called["indices"])
-
-
-def _run_scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array | None = None) -> jax.Array:
-    """Sends rows [T, H] along a known routing: [capacity, H].
-
-    Rows without a token are those of `onto`, or follow `DispatchConfig.zero_unused`.
-    """
-    config = routing.config
-    called = ffi.call(
-        "scatter",
-        tokens,
-        routing.targets,
-        routing.row_of,
-        *([routing.counts] if onto is None else []),
-        ranks=group._ranks,
-        updated=onto,
-        onto=onto is not None,
-        dtype=tokens.dtype,
-        num_tokens=tokens.shape[0],
-        top_k=routing.targets.shape[1],
-        hidden=tokens.shape[1],
-        local_experts=config.local_experts,
-        capacity=config.capacity,
-        alignment=config.alignment,
-        zero_unused=config.zero_unused,
-    )
-    return called["rows"]
-
-
 def _run_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
     if settings.is_alone_on_gpu(group):
         return _combine_locally(expert_outputs, routing, weights)
     return _call_combine(group, expert_outputs, routing, weights=weights)["combined"]
-
-
-def _run_return(group: Group, rows: jax.Array, scalars: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Unweighted row sums per token, and scalars [R, T, K] sent back to their assignments, [T, K]."""
-    if settings.is_alone_on_gpu(group):
-        return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, scalars[0], 0)
-    called = _call_combine(group, rows, routing, scalars=scalars)
-    return called["combined"], called["returned"]
 
 
 def _call_combine(

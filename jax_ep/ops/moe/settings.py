@@ -182,7 +182,9 @@ def validated(
     checks.check_one_of(op, "wire", wire, Literal[None, Wire])
     if wire is not None and hidden % float8.BLOCK:
         raise ValueError(f"{op}: tokens must have a multiple of {float8.BLOCK} columns for wire={wire!r}, got {hidden}")
-    node_capacity = None if shared_tokens else _node_capacity(group, expert_ids, num_experts)
+    node_capacity = None if shared_tokens else group.node_options.capacity
+    if node_capacity == "auto":
+        node_capacity = group.node_plan(num_tokens, top_k, num_experts).capacity
     by_kernels = runs_kernels(op, group, implementation, num_tokens)
     config = DispatchConfig(
         size=group.size,
@@ -259,12 +261,6 @@ def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
         "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass capacity_factor=%d",
         op, capacity, capacity, even, capacity,
     )  # fmt: skip
-
-
-def _node_capacity(group: Group, expert_ids: jax.Array, num_experts: int) -> int | None:
-    """The tokens that a rank can send to each node; None if every node gets all."""
-    capacity, (num_tokens, top_k) = group.node_options.capacity, expert_ids.shape
-    return group.node_plan(num_tokens, top_k, num_experts).capacity if capacity == "auto" else capacity
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:

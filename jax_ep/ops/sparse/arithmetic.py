@@ -28,9 +28,6 @@ def add(a: T, b: T, *, capacity: int | None = None, on_overflow: OnOverflow = "r
 
     Returns:
       A pytree like `a`: C sorted entries, in the dtype of a's values; and sums of arrays.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
 
     def sums(x: Any, y: Any) -> SparseRows | jax.Array:

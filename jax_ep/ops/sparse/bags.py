@@ -45,9 +45,6 @@ def bag(
 
     Returns:
       [..., D], or [M, D], in the dtype of `rows`; added up in float32.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
     op = "bag"
     checks.check_array(op, "ids", ids, dtype=np.integer)

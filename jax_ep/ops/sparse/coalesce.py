@@ -29,9 +29,6 @@ def coalesce(rows: SparseRows, *, capacity: int | None = None, on_overflow: OnOv
 
     Returns:
       C entries, `count` of them different ids. `ignored` and `dropped` count missing entries and ids.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong; raised when the function is traced.
     """
     return added_up("coalesce", rows, capacity, on_overflow)
 

@@ -47,9 +47,6 @@ def shard_table(table: T, ranks: int, *, placement: Placement = "ranges") -> T:
     Returns:
       [R B, ...] for each array, where B = ceil(V / R). Ids in [V, R B) read and train rows of padding.
       `stacked_ids(ids, V)` makes them -1.
-
-    Raises:
-      ValueError, TypeError: an argument is wrong.
     """
     _check("shard_table", ranks, placement)
 
