@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Callable
 
 import jax
@@ -13,11 +12,7 @@ from jax_ep import errors
 from jax_ep._kit import checks, ffi
 from jax_ep._kit.ffi import Ranks
 from jax_ep.runtime import native, rendezvous, topology
-from jax_ep.runtime.membership import heartbeat_thread
 from jax_ep.runtime.timeouts import Deadline
-
-# Groups of several processes over the same devices have different numbers, on which their processes agree.
-_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of the groups open here, by what the groups are over
 
 MOST_SMS = 2**31 - 1  # the greatest C++ int
 
@@ -30,8 +25,8 @@ def open_native(
     `JAX_EP_DEBUG_POISON=1` fills results that an op writes as a whole, and mailboxes, with 0xFF: stale data shows.
 
     Raises:
-      PlatformError: the compiled library is of another version, or `jax.distributed.initialize` was not called.
-      JaxEpError: as for `rendezvous.join`, or what the library raises.
+      PlatformError: the compiled library is of another version.
+      JaxEpError: as for `rendezvous.introduce`, or what the library raises.
     """
     me, axes = jax.process_index(), checks.axes_of(ranks.axis_name)
     ordinals = [  # -1 for a device of another process
@@ -45,14 +40,11 @@ def open_native(
     most = None if max_sms is None else min(int(max_sms), MOST_SMS)
     poison = os.environ.get("JAX_EP_DEBUG_POISON", "0") == "1"
     processes = topology.processes(ranks.mesh, axes)
-    number, sockets = -1, list[int]()  # -1: the lowest number that is free, and no line with that process
+    number, sockets = -1, list[int]()  # -1: the lowest that is free. The group closes the sockets
     with contextlib.ExitStack() as on_failure:
         if any({*line} != {me} for line in processes):
-            thread = heartbeat_thread(frozenset(topology.company(processes, me)))
-            number, joined = rendezvous.join(thread, what, me, processes, _numbers[what], open_timeout)
-            on_failure.callback(_numbers[what].discard, number)
-            if joined:  # the group closes them
-                sockets = [joined[i].detach() if i in joined else -1 for i in range(max(me, *joined) + 1)]
+            number, sockets, free = rendezvous.introduce(what, me, processes, open_timeout)
+            on_failure.callback(free)
         others = processes if sockets else ()
         try:
             waits = open_timeout.left()

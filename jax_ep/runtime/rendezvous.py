@@ -1,17 +1,46 @@
-"""The processes of a native group, all of one host, meet, agree on a number, and connect (docs/design/processes.md)."""
+"""Introduces the processes of a native group, all of one host: they meet, agree on a number, and connect
+(docs/design/processes.md)."""
 
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from jax_ep.errors import PeerLostError, PeerTimeoutError, PlatformError
 from jax_ep.runtime import bootstrap, topology
 from jax_ep.runtime.heartbeat import CLOSED, HeartbeatThread
-from jax_ep.runtime.membership import meet, not_opened
+from jax_ep.runtime.membership import heartbeat_thread, meet, not_opened
 from jax_ep.runtime.timeouts import Deadline
 
+# Groups of several processes over the same devices have different numbers, on which their processes agree.
+_numbers: defaultdict[str, set[int]] = defaultdict(set)  # of the groups open here, by what the groups are over
+
 _PROBE_SECONDS = 0.5  # between two looks whether a process that does not connect still lives
+
+
+def introduce(
+    over: str, me: int, processes: Sequence[Sequence[int]], open_timeout: Deadline
+) -> tuple[int, list[int], Callable[[], None]]:
+    """Meets the other processes of the group `over`. All take the same free number for the group.
+
+    Args:
+      processes: of the ranks along each line.
+
+    Returns:
+      The number; a connected socket's descriptor for each process, -1 where no line is shared, or [] without any; and
+      the function that frees the number.
+
+    Raises:
+      PlatformError: `jax.distributed.initialize` was not called.
+      JaxEpError: as for `join`.
+    """
+    taken = _numbers[over]
+    thread = heartbeat_thread(frozenset(topology.company(processes, me)))
+    number, sockets = join(thread, over, me, processes, taken, open_timeout)
+    descriptors = [sockets[i].detach() if i in sockets else -1 for i in range(max(me, *sockets) + 1)] if sockets else []
+    return number, descriptors, partial(taken.discard, number)
 
 
 def join(
