@@ -6,7 +6,7 @@
 
 #include "gemm/epilogue_gated.h"
 #include "gemm/mainloops.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {
 

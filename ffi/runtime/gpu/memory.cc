@@ -8,8 +8,6 @@
 #include <string>
 #include <tuple>
 
-#include "platform/runtime.h"
-#include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
 

@@ -6,8 +6,6 @@
 #include <mutex>
 #include <string>
 
-#include "platform/vmm.h"
-#include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
 
 namespace jax_ep {
