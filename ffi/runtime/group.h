@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -144,8 +143,8 @@ class Group {
   void* make_signal_pad(RankId rank_id);
   std::set<int> processes_of(int line) const;
   Region staging(RankId rank_id, int mail_index, std::size_t bytes);
-  // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
-  void raise_acknowledged(RankId rank_id, int peer);
+  // Sets a word of a signal pad that the device of `rank_id` reaches.
+  void raise(RankId rank_id, uint64_t* word, uint64_t value);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).

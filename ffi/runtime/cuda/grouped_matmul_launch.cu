@@ -1,6 +1,5 @@
 // Starts any product: finds its kernel, and describes its arrays to TMA.
 #include <array>
-#include <initializer_list>
 #include <utility>
 
 #include "runtime/cuda/gemm_launch.h"

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "comm/text.h"
 #include "platform/vmm.h"
 
 namespace jax_ep::gpu {
@@ -23,11 +24,11 @@ inline std::optional<std::string> explain(Error error) {
 template <class Config>
 std::optional<std::string> explain(Error error, const Config& config) {
   const std::optional<std::string> why = explain(error);
-  return why ? std::optional(config.describe() + ": " + *why) : std::nullopt;
+  return why ? std::optional(concat(config.describe(), ": ", *why)) : std::nullopt;
 }
 
 inline void check(Error error, const char* doing) {
-  if (const auto why = explain(error)) throw std::runtime_error(std::string("jax_ep: ") + doing + " failed: " + *why);
+  if (const auto why = explain(error)) throw std::runtime_error(concat("jax_ep: ", doing, " failed: ", *why));
 }
 
 class DeviceScope {

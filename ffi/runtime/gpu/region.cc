@@ -4,7 +4,6 @@
 
 #include <map>
 #include <mutex>
-#include <string>
 
 #include "runtime/gpu/device_scope.h"
 
@@ -158,7 +157,7 @@ char* map_region(int descriptor, std::size_t bytes, const std::vector<int>& user
 void allow_users(char* base, std::size_t bytes, const std::vector<int>& users) {
   for (const int user : users)
     gpu::check(gpu::allow_access(base, bytes, user),
-               ("letting GPU " + std::to_string(user) + " write to shared device memory").c_str());
+               concat("letting GPU ", user, " write to shared device memory").c_str());
 }
 
 bool unmap_region(char*, std::size_t) { return false; }

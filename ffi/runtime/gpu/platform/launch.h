@@ -1,7 +1,6 @@
 // Starts an op on a GPU: one kernel on XLA's stream.
 #pragma once
 
-#include <algorithm>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -100,19 +99,18 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
   if (!error) error = start();
   if (!error) error = gpu::explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return give_up(*group, rank_id,
-                 {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error});
+  return give_up(*group, rank_id, {ErrorKind::other, concat("launching ", name_of(kind_of(args)), ": ", *error)});
 } catch (const GroupException& failure) {
   return give_up(*group, rank_id, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, rank_id, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what()});
+  return give_up(*group, rank_id, {ErrorKind::other, concat(name_of(kind_of(args)), ": ", error.what())});
 }
 
 template <class Args>
 ffi::Error launch_local(const Call& call, const Args& args) {
   const std::optional<std::string> error = start_local(call.stream, args);
   if (!error) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kFfiTarget) + ": " + *error};
+  return {ffi::ErrorCode::kInvalidArgument, concat(OpSpec<Args>::kFfiTarget, ": ", *error)};
 }
 
 inline ffi::Error mark(const Call& call, Marks* marks, bool begins, int32_t text) {
