@@ -4,8 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <array>
-#include <cstddef>
+#include <span>
 #include <type_traits>
 
 #include "gemm/grouped_matmul.h"
@@ -46,24 +45,13 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file, and its `product_timeline` (gemm/kernel.h) if they use it.
 template <class Kernel>
-struct Variants {
-  const Variant<Kernel>* first;
-  std::size_t count;
-  const void* timeline;
-
-  template <std::size_t kCount>
-  constexpr Variants(const std::array<Variant<Kernel>, kCount>& all, const void* timeline = nullptr)
-      : first(all.data()), count(kCount), timeline(timeline) {}
-  const Variant<Kernel>* begin() const { return first; }
-  const Variant<Kernel>* end() const { return first + count; }
-};
+using Variants = std::span<const Variant<Kernel>>;
 
 constexpr const char* kNotCompiled = "no kernel is compiled for these dtypes, storage orders and tiles";
 
 template <class Kernel>
-const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
+const Variant<Kernel>* find(Variants<Kernel> all, const Form& form) {
   for (const auto& variant : all)
     if (variant.form == form) return &variant;
   return nullptr;
@@ -80,7 +68,7 @@ inline cudaError_t is_hopper(bool* found) {
 
 // Loads kernels on the current device, if it is a Hopper.
 template <class Kernel>
-cudaError_t load_all(const Variants<Kernel>& all) {
+cudaError_t load_all(Variants<Kernel> all) {
   bool hopper = false;
   cudaError_t error = is_hopper(&hopper);
   if (error != cudaSuccess || !hopper) return error;
@@ -107,9 +95,13 @@ using GroupedMatmulKernel = void (*)(Maps, Problem, GroupedMatmul);
 
 enum class Family { tiles, swapped, gated, gathered, float8 };
 
+struct FamilyKernels {
+  Variants<GroupedMatmulKernel> variants;
+  const void* timeline;  // their `product_timeline` (gemm/kernel.h)
+};
 template <Family>
 struct Kernels {
-  static Variants<GroupedMatmulKernel> all();
+  static FamilyKernels all();
 };
 
 }  // namespace jax_ep::gemm

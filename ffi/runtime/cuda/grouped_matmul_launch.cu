@@ -9,7 +9,7 @@
 namespace jax_ep::gemm {
 namespace {
 
-std::array<Variants<GroupedMatmulKernel>, 5> all_kernels() {
+std::array<FamilyKernels, 5> all_kernels() {
   return {Kernels<Family::tiles>::all(), Kernels<Family::swapped>::all(), Kernels<Family::gated>::all(),
           Kernels<Family::gathered>::all(), Kernels<Family::float8>::all()};
 }
@@ -70,7 +70,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
                   x.formula,       x.activation,   x.gathered};
   const Variant<GroupedMatmulKernel>* variant = nullptr;
   for (const auto& kernels : all_kernels())
-    if (!variant) variant = find(kernels, form);
+    if (!variant) variant = find(kernels.variants, form);
   if (!variant) return config.describe() + ": " + kNotCompiled;
   GroupedMatmul product = gathered_left(x);
   if (x.columns != x.n) product.second_product = x.first_product;  // which has both
@@ -102,7 +102,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, cudaStream_t stream) {
 
 cudaError_t load() {
   for (const auto& kernels : all_kernels())
-    if (const cudaError_t error = load_all(kernels); error != cudaSuccess) return error;
+    if (const cudaError_t error = load_all(kernels.variants); error != cudaSuccess) return error;
   return cudaSuccess;
 }
 

@@ -110,7 +110,7 @@ constexpr std::array kTable<Family::float8, T...>{kFloat8<T, float, Float8Mainlo
                                                   kGatedFloat8<T, Activation::relu>...};
 
 template <Family kFamily>
-Variants<GroupedMatmulKernel> Kernels<kFamily>::all() {
+FamilyKernels Kernels<kFamily>::all() {
   if constexpr (kFamily == Family::float8)
     return {kTable<kFamily, Float8E4M3>, &product_timeline};
   else

@@ -2,6 +2,8 @@
 // of each Args are compiled in one file (ffi/kernel_instances.cmake), for sm_90a alone.
 #pragma once
 
+#include <array>
+
 #include "kernels/collective_matmul/overlap_exchange.h"
 #include "kernels/collective_matmul/rank_matmul.h"
 #include "runtime/cuda/gemm_launch.h"
