@@ -67,7 +67,6 @@ inline std::optional<std::string> compare_places(const char* name, ffi::AnyBuffe
   return concat(name, " must be the operand that it updates, in place: the program has no such alias");
 }
 
-// How many operands and results a call has.
 struct BufferCounts {
   size_t operands, results;
   size_t updated = 0;  // the last operands: what updated results begin as

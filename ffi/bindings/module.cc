@@ -52,7 +52,6 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
   return gemm::plan_tiles({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
-// The stages of each FFI target's handler.
 py::dict handlers() {
   py::dict all;
   for (const auto& [ffi_target, op] : bound_ops()) all[py::str(ffi_target)] = stages(op.handler);

@@ -76,11 +76,9 @@ class Group {
   int device_of(RankId rank_id) const { return lines_[rank_id.line][rank_id.rank]; }
   // Whether the rank's device belongs to this process.
   bool is_local(RankId rank_id) const { return device_of(rank_id) >= 0; }
-  // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
   std::vector<int> local_devices() const;  // of all lines
 
-  // The rank id of a device, if it has one.
   std::optional<RankId> find_rank_id(int ordinal) const;
 
   // Ends the group. Later ops fail. May be called twice.
