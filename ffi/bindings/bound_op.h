@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -11,27 +12,18 @@
 
 namespace jax_ep {
 
-// The type of a result, for Python. The dtype is null if the result begins as an operand, whose dtype it has.
-struct ResultType {
-  std::string name;
-  const char* dtype;
-  std::vector<int64_t> shape;
-  bool replicated;  // the same on all ranks
-};
+using Names = std::vector<std::string>;
+
+// (name, dtype, shape, whether it is the same on all ranks) of a result, for Python. The dtype is null if the result
+// begins as an operand, whose dtype it has.
+using ResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
 
 // The name of an op for users, and the results of a call in order.
-struct CallTypes {
-  std::string op;
-  std::vector<ResultType> results;
-};
+using CallTypes = std::pair<std::string, std::vector<ResultType>>;
 
-// The names in the spec of an op.
-struct OpNames {
-  const char* arguments;                                      // the C++ struct
-  std::vector<std::string> ops;                               // for users; several if a setting decides
-  std::vector<std::pair<std::string, std::string>> settings;  // with the label in errors, "" if errors leave it out
-  std::vector<std::string> operands, results;                 // an updated buffer is both
-};
+// The names in the spec of an op: (the C++ struct; the op for users, several if a setting decides; settings with their
+// label in errors, "" if errors leave it out; operands; results). An updated buffer is an operand and a result.
+using OpNames = std::tuple<const char*, Names, std::vector<std::pair<std::string, std::string>>, Names, Names>;
 
 struct BoundOp {
   const char* ffi_target;  // without prefix

@@ -23,12 +23,12 @@ inline ffi::DataType ffi_type(Values values) {
 // "int32[4, 2]".
 inline std::string describe(const std::string& type, const int64_t* begin, const int64_t* end) {
   std::string sizes;
-  for (const int64_t* size = begin; size != end; ++size) sizes += (size == begin ? "" : ", ") + std::to_string(*size);
+  for (const int64_t* size = begin; size != end; ++size) sizes += concat(size == begin ? "" : ", ", *size);
   return type + "[" + sizes + "]";
 }
 
 inline std::string describe(ffi::AnyBuffer buffer) {
-  std::string type = "type " + std::to_string(static_cast<int>(buffer.element_type()));
+  std::string type = concat("type ", static_cast<int>(buffer.element_type()));
   for (int i = 0; i < static_cast<int>(Values::any); ++i)
     if (buffer.element_type() == ffi_type(static_cast<Values>(i))) type = name_of(static_cast<Values>(i));
   const auto sizes = buffer.dimensions();
@@ -45,10 +45,9 @@ inline std::optional<std::string> compare(const BufferSpec& spec, ffi::AnyBuffer
           : buffer.element_type() == ffi_type(spec.values) &&
                 std::equal(sizes.begin(), sizes.end(), spec.sizes, spec.sizes + spec.ndim);
   if (fits) return std::nullopt;
-  const std::string wanted =
-      any ? std::to_string(spec.sizes[0]) + " rows of " + std::to_string(spec.sizes[1]) + " bytes"
-          : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.ndim);
-  return std::string(spec.name) + " must be " + wanted + where + ", got " + describe(buffer);
+  const std::string wanted = any ? concat(spec.sizes[0], " rows of ", spec.sizes[1], " bytes")
+                                 : describe(name_of(spec.values), spec.sizes, spec.sizes + spec.ndim);
+  return wrong(spec.name, wanted + where, describe(buffer));
 }
 
 // All buffers of a call. The operands of the spec come first, then the operands that updated results begin as. The
@@ -65,18 +64,17 @@ struct CallBuffers {
 // What is wrong if a result is not in the memory of the operand whose values it begins as.
 inline std::optional<std::string> compare_places(const char* name, ffi::AnyBuffer operand, ffi::AnyBuffer result) {
   if (operand.untyped_data() == result.untyped_data() || result.size_bytes() == 0) return std::nullopt;
-  return std::string(name) + " must be the operand that it updates, in place: the program has no such alias";
+  return concat(name, " must be the operand that it updates, in place: the program has no such alias");
 }
 
-// How many operands and results a call has.
 struct BufferCounts {
   size_t operands, results;
   size_t updated = 0;  // the last operands: what updated results begin as
 };
 inline std::optional<std::string> compare(const BufferCounts& counts, const CallBuffers& call) {
   if (call.operands.size() == counts.operands && call.results.size() == counts.results) return std::nullopt;
-  return "there must be " + std::to_string(counts.operands) + " operands and " + std::to_string(counts.results) +
-         " results, got " + std::to_string(call.operands.size()) + " and " + std::to_string(call.results.size());
+  return concat("there must be ", counts.operands, " operands and ", counts.results, " results, got ",
+                call.operands.size(), " and ", call.results.size());
 }
 template <class Args>
 BufferCounts count_buffers(const Args& args, int ranks, int64_t workspace_bytes) {

@@ -29,9 +29,8 @@ inline Caller find_caller(const Call& call, const char* op, std::optional<int64_
   } else if (const std::optional<RankId> rank_id = caller.group->find_rank_id(call.device)) {
     caller.rank_id = *rank_id;
   } else {
-    caller.error = ffi::Error(
-        ffi::ErrorCode::kInvalidArgument,
-        std::string(op) + ": device must be in the group of this program, got device " + std::to_string(call.device));
+    caller.error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
+                              concat(op, ": device must be in the group of this program, got device ", call.device));
   }
   return caller;
 }
@@ -43,11 +42,6 @@ std::string op_name(const Args& args) {
     return OpSpec<Args>::kFfiTarget;
   else
     return name_of(kind_of(args));
-}
-
-template <class Args>
-std::string wrong_call(const Args& args, const std::string& what) {
-  return op_name(args) + ": " + what;
 }
 
 template <class Args>
@@ -63,7 +57,7 @@ LaunchResult execute(Call call, ffi::RemainingArgs operands, ffi::RemainingRets 
   Args args{};
   std::optional<std::string> error = read_settings(settings, ranks, kSendsAhead, &args);
   if (!error) error = set_pointers(CallBuffers(operands, results), ranks, &args);
-  if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, wrong_call(args, *error)});
+  if (error) return fail_call({ffi::ErrorCode::kInvalidArgument, concat(op_name(args), ": ", *error)});
   if constexpr (kIsLocal<Args>)
     return launch_local(call, args);
   else
@@ -74,33 +68,33 @@ template <class Args>
 CallTypes call_types(const Settings& settings, int ranks) {
   Args args{};
   if (const auto error = read_settings(settings, ranks, kSendsAhead, &args))
-    throw std::invalid_argument(wrong_call(args, *error));
-  CallTypes types{op_name(args), {}};
+    throw std::invalid_argument(concat(op_name(args), ": ", *error));
+  std::vector<ResultType> results;
   OpSpec<Args>::buffers(args, ranks, [&](const BufferSpec& spec, auto) {
-    if (!spec.present || !spec.is_result()) return;
-    types.results.push_back({spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
-                             std::vector<int64_t>(spec.sizes, spec.sizes + spec.ndim), spec.is_replicated});
+    if (spec.present && spec.is_result())
+      results.emplace_back(spec.name, spec.values == Values::any ? nullptr : name_of(spec.values),
+                           std::vector<int64_t>(spec.sizes, spec.sizes + spec.ndim), spec.is_replicated);
   });
   if (const int64_t bytes = for_each_part(args, ranks, [](auto, int64_t) {}))
-    types.results.push_back({"workspace", name_of(Values::uint8), {bytes}, false});
-  return types;
+    results.emplace_back("workspace", name_of(Values::uint8), std::vector{bytes}, false);
+  return {op_name(args), results};
 }
 
 template <class Args>
 OpNames names_in_spec(const char* arguments) {
   using Spec = OpSpec<Args>;
-  OpNames names{arguments, {}, {}, {}, {}};
+  Names ops, operands, results;
+  std::vector<std::pair<std::string, std::string>> settings;
   if constexpr (kIsLocal<Args>)
-    names.ops = {Spec::kFfiTarget};
+    ops = {Spec::kFfiTarget};
   else
-    for (const KindName& kind : Spec::kKinds) names.ops.push_back(kind.name);
-  Spec::settings(
-      [&](const char* name, const char* label, auto) { names.settings.emplace_back(name, label ? label : ""); });
+    for (const KindName& kind : Spec::kKinds) ops.push_back(kind.name);
+  Spec::settings([&](const char* name, const char* label, auto) { settings.emplace_back(name, label ? label : ""); });
   Spec::buffers(Args{}, 1, [&](const BufferSpec& spec, auto) {
-    if (spec.use == Use::operand || spec.use == Use::updated) names.operands.push_back(spec.name);
-    if (spec.is_result()) names.results.push_back(spec.name);
+    if (spec.use == Use::operand || spec.use == Use::updated) operands.push_back(spec.name);
+    if (spec.is_result()) results.push_back(spec.name);
   });
-  return names;
+  return {arguments, ops, settings, operands, results};
 }
 
 template <class Args>

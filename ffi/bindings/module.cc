@@ -52,7 +52,6 @@ bool splits_contraction(int m, int n, int k, int groups, int sms) {
   return gemm::plan_tiles({gemm::Grouping::m_grouped, m, n, k, groups}, sms).split_k;
 }
 
-// The stages of each FFI target's handler.
 py::dict handlers() {
   py::dict all;
   for (const auto& [ffi_target, op] : bound_ops()) all[py::str(ffi_target)] = stages(op.handler);
@@ -78,25 +77,14 @@ class Keywords final : public Settings {
   const py::kwargs& all_;
 };
 
-// (name, dtype, shape, replicated)
-using PyResultType = std::tuple<std::string, const char*, std::vector<int64_t>, bool>;
-// (op, results)
-using PyCallTypes = std::pair<std::string, std::vector<PyResultType>>;
-PyCallTypes call_types(const std::string& ffi_target, int ranks, const py::kwargs& settings) {
-  const CallTypes types = bound_ops().at(ffi_target).call_types(Keywords(settings), ranks);
-  std::vector<PyResultType> results;
-  for (const ResultType& type : types.results) results.emplace_back(type.name, type.dtype, type.shape, type.replicated);
-  return {types.op, std::move(results)};
+CallTypes call_types(const std::string& ffi_target, int ranks, const py::kwargs& settings) {
+  return bound_ops().at(ffi_target).call_types(Keywords(settings), ranks);
 }
 
-// By FFI target: (C++ struct, ops, settings with their labels, operands, results)
-using PyOpNames = std::tuple<const char*, decltype(OpNames::ops), decltype(OpNames::settings),
-                             decltype(OpNames::operands), decltype(OpNames::results)>;
-std::map<std::string, PyOpNames> names() {
-  std::map<std::string, PyOpNames> all;
-  for (const auto& [ffi_target, op] : bound_ops())
-    all.emplace(ffi_target,
-                PyOpNames{op.names.arguments, op.names.ops, op.names.settings, op.names.operands, op.names.results});
+// By FFI target.
+std::map<std::string, OpNames> names() {
+  std::map<std::string, OpNames> all;
+  for (const auto& [ffi_target, op] : bound_ops()) all.emplace(ffi_target, op.names);
   return all;
 }
 

@@ -53,12 +53,15 @@ class SettingsReader {
  public:
   SettingsReader(const Settings& settings, Args* args) : settings_(settings), args_(*args) {}
 
-  void operator()(const char* name, const char*, int Args::* member) {
-    constexpr int kMax = std::numeric_limits<int>::max();
-    if (const auto size = size_of(name, kMax)) args_.*member = static_cast<int>(*size);
-  }
-  void operator()(const char* name, const char*, int64_t Args::* member) {
-    if (const auto size = size_of(name, std::numeric_limits<int64_t>::max())) args_.*member = *size;
+  template <class Size, class Base, std::enable_if_t<std::is_integral_v<Size>, int> = 0>
+  void operator()(const char* name, const char*, Size Base::* member) {
+    static_assert(!std::is_same_v<Size, bool>);
+    constexpr int64_t kMost = std::numeric_limits<Size>::max();
+    const std::optional<int64_t> size = settings_.integer(name);
+    if (size && *size >= 0 && *size <= kMost)
+      args_.*member = static_cast<Size>(*size);
+    else
+      fail(name, concat("an integer of at least 0 and at most ", kMost), size ? concat(*size) : "");
   }
   void operator()(const char* name, const char*, bool Args::* member) {
     take(name, settings_.option(name), "True or False", &(args_.*member));
@@ -73,7 +76,7 @@ class SettingsReader {
     for (const auto& choice : NamesOf<Enum>::all) {
       if (text == choice.name) return static_cast<void>(args_.*member = choice.value);
       const bool is_last = &choice == std::end(NamesOf<Enum>::all) - 1;
-      wanted += std::string(wanted.empty() ? "" : is_last ? " or " : ", ") + choice.name;
+      wanted += concat(wanted.empty() ? "" : is_last ? " or " : ", ", choice.name);
     }
     fail(name, wanted, text);
   }
@@ -81,12 +84,6 @@ class SettingsReader {
   const std::optional<std::string>& error() const { return error_; }
 
  private:
-  std::optional<int64_t> size_of(const char* name, int64_t most) {
-    const std::optional<int64_t> size = settings_.integer(name);
-    if (size && *size >= 0 && *size <= most) return size;
-    fail(name, "an integer of at least 0 and at most " + std::to_string(most), size ? std::to_string(*size) : "");
-    return std::nullopt;
-  }
   template <class T>
   void take(const char* name, std::optional<T> found, const char* wanted, T* member) {
     if (found)

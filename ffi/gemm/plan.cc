@@ -1,5 +1,6 @@
 #include "gemm/plan.h"
 
+#include "comm/text.h"
 #include "gemm/row_schedule.h"
 
 namespace jax_ep::gemm {
@@ -82,11 +83,9 @@ Config plan_fixed(const Shape& shape, int sms) {
 }
 
 std::string Config::describe() const {
-  if (swap_ab)
-    return "tiles of up to " + std::to_string(block_n) + " rows, band " + std::to_string(band) + ", " +
-           std::to_string(ctas) + " CTAs" + (is_static ? ", in a fixed order" : "");
-  return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " + std::to_string(ctas) +
-         " CTAs" + (split_k ? ", two a tile" : "");
+  const std::string tiles = swap_ab ? concat("tiles of up to ", block_n, " rows") : concat("tiles 128x", block_n);
+  return concat(tiles, ", band ", band, ", ", ctas, " CTAs", is_static ? ", in a fixed order" : "",
+                split_k ? ", two a tile" : "");
 }
 
 }  // namespace jax_ep::gemm

@@ -3,6 +3,8 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include "comm/text.h"
+
 namespace jax_ep::gemm {
 namespace {
 
@@ -44,10 +46,8 @@ std::optional<std::string> describe_boxes(const Matrices& matrices, int rows, CU
                                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return std::nullopt;
-  return "TMA cannot describe [" + std::to_string(matrices.count) + ", " + std::to_string(matrices.outer) + ", " +
-         std::to_string(inner) + "] values of " + std::to_string(bytes) +
-         " bytes: rows must be multiples of 16 bytes, the data aligned to 16 (driver error " + std::to_string(result) +
-         ")";
+  return concat("TMA cannot describe [", matrices.count, ", ", matrices.outer, ", ", inner, "] values of ", bytes,
+                " bytes: rows must be multiples of 16 bytes, the data aligned to 16 (driver error ", int{result}, ")");
 }
 
 }  // namespace jax_ep::gemm

@@ -11,6 +11,7 @@
 #include "comm/platform.h"
 #include "comm/result.h"
 #include "comm/signal_pad.h"
+#include "comm/text.h"
 #include "kernels/ops.h"
 
 namespace jax_ep {
@@ -191,11 +192,9 @@ struct OpDefaults {
 };
 
 // "alignment must be positive, got 0".
-inline std::string wrong(const std::string& setting, const std::string& must, const std::string& got) {
-  return setting + " must be " + must + ", got " + got;
-}
-inline std::string wrong(const std::string& setting, const std::string& must, int64_t got) {
-  return wrong(setting, must, std::to_string(got));
+template <class Got>
+std::string wrong(const std::string& setting, const std::string& must, const Got& got) {
+  return concat(setting, " must be ", must, ", got ", got);
 }
 
 template <class Args>

@@ -63,8 +63,8 @@ LaunchConfig plan_rows(const RowShape& shape, const HardwareModel& model) {
 }
 
 std::string LaunchConfig::describe() const {
-  return std::to_string(ctas) + " CTAs of " + std::to_string(threads) + " threads, " + std::to_string(senders_per_cta) +
-         " sender warps in each, " + std::to_string(warp_bytes) + " bytes a warp";
+  return concat(ctas, " CTAs of ", threads, " threads, ", senders_per_cta, " sender warps in each, ", warp_bytes,
+                " bytes a warp");
 }
 
 }  // namespace jax_ep

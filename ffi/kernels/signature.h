@@ -7,6 +7,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include "kernels/collective_matmul/plan.h"
 #include "kernels/moe/args.h"
@@ -23,26 +24,20 @@ struct SignatureNames {
   bool has_dtype = false;
 };
 
-// How many sizes and options the settings of an op need.
-struct SignatureRoom {
-  int sizes = 0, options = 0;
-
-  template <class Args, class Value>
-  constexpr void count(Value Args::*) {
-    if constexpr (std::is_enum_v<Value>)
-      options += std::size(NamesOf<Value>::all) - 1;
-    else
-      ++(std::is_same_v<Value, bool> ? options : sizes);
-  }
-  template <class Args>
-  constexpr void count(DType Args::*) {}  // dtypes have fields of their own
-};
-
+// Whether a Signature has room for the settings of an op. Dtypes have fields of their own.
 template <class Args>
 constexpr bool fits_signature() {
-  SignatureRoom room;
-  OpSpec<Args>::settings([&](const char*, const char*, auto member) { room.count(member); });
-  return room.sizes <= kSignatureSizes && room.options <= kSignatureOptions;
+  int sizes = 0, options = 0;
+  OpSpec<Args>::settings([&](const char*, const char*, auto member) {
+    using Value = std::decay_t<decltype(std::declval<Args>().*member)>;
+    if constexpr (std::is_same_v<Value, bool>)
+      ++options;
+    else if constexpr (!std::is_enum_v<Value>)
+      ++sizes;
+    else if constexpr (!std::is_same_v<Value, DType>)
+      options += std::size(NamesOf<Value>::all) - 1;
+  });
+  return sizes <= kSignatureSizes && options <= kSignatureOptions;
 }
 
 // Puts the settings of an op into its signature: numbers as sizes, options as bits. An enum has a bit for each value
@@ -117,8 +112,7 @@ inline Signature with_plan(Signature signature, const OverlapConfig& config) {
 inline std::string describe_plan(const Signature& signature) {
   const auto& [ctas, block_n, band, split_k] = signature.plan;
   if (ctas == 0) return "";
-  return ", " + std::to_string(ctas) + " CTAs, tiles 128x" + std::to_string(block_n) + ", band " +
-         std::to_string(band) + (split_k ? ", two a tile" : "");
+  return concat(", ", ctas, " CTAs, tiles 128x", block_n, ", band ", band, split_k ? ", two a tile" : "");
 }
 
 // Calls run(args, name) with empty arguments of the op of this kind, and the name of the kind.
@@ -155,17 +149,17 @@ inline std::string describe_invalid(const Report& report) {
 inline std::string describe(const Signature& signature) {
   const auto dtype_name = [](DType dtype) {
     const bool known = static_cast<std::size_t>(dtype) <= static_cast<std::size_t>(DType::float16);
-    return std::string(known ? name_of(values_of(dtype)) : "?");  // a peer may die while it writes
+    return known ? name_of(values_of(dtype)) : "?";  // a peer may die while it writes
   };
   const SignatureNames names = names_of(signature.op);
   std::string text = names.op;
-  if (names.has_dtype) text += " " + dtype_name(signature.dtype);
+  if (names.has_dtype) text += concat(" ", dtype_name(signature.dtype));
   if (names.has_dtype && signature.operand_dtype != signature.dtype)
-    text += " of " + dtype_name(signature.operand_dtype);
+    text += concat(" of ", dtype_name(signature.operand_dtype));
   for (int i = 0; i < kSignatureSizes && names.sizes[i]; ++i)
-    text += std::string(" ") + names.sizes[i] + "=" + std::to_string(signature.sizes[i]);
+    text += concat(" ", names.sizes[i], "=", signature.sizes[i]);
   for (int i = 0; i < kSignatureOptions; ++i)
-    if (names.options[i] && signature.options >> i & 1) text += std::string(", ") + names.options[i];
+    if (names.options[i] && signature.options >> i & 1) text += concat(", ", names.options[i]);
   return text + describe_plan(signature);
 }
 

@@ -33,8 +33,7 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
   if (lines_.empty() || lines_.front().empty())
     throw std::invalid_argument("Group: lines must have at least one device, got none");
   if (size() > kMaxRanks)
-    throw std::invalid_argument("Group: a line must have at most " + std::to_string(kMaxRanks) + " ranks, got " +
-                                std::to_string(size()));
+    throw std::invalid_argument(concat("Group: a line must have at most ", kMaxRanks, " ranks, got ", size()));
   for (int line = 0; line < line_count(); ++line) open_line(line, poison);
   epochs_taken_.resize(line_count());
   epochs_raised_.resize(line_count());
@@ -151,15 +150,14 @@ void Group::lose(int process, const std::string& why) {
       if (processes_[line][rank] == process && !local_devices(line).empty()) culprits.emplace(line, rank);
   if (culprits.empty()) return;
   const int first = culprits.begin()->second;
-  const std::string who =
-      "the process of rank " + std::to_string(first) + " (process " + std::to_string(process) + ") ";
-  fail({ErrorKind::peer_lost, who + why + "; the group has failed"});
+  fail(fatal_error(ErrorKind::peer_lost, "the process of rank ", first, " (process ", process, ") ", why));
   if (!open_) return;
   for (const auto [line, culprit] : culprits)
     for (int rank = 0; rank < size(); ++rank)
       if (is_local({line, rank})) {
         raise_abort({line, rank}, rank, culprit);
-        raise_acknowledged({line, rank}, culprit);
+        // In place of the culprit, which writes no more.
+        raise({line, rank}, &signal_pad({line, rank})->acknowledged[culprit], 1);
       }
 }
 
@@ -178,17 +176,13 @@ void Group::give_up(RankId rank_id, GroupError error) {
 }
 
 void Group::raise_abort(RankId rank_id, int rank, int culprit) {
-  std::shared_lock lock(regions_mutex_);
-  if (sharing_ && released_) return;  // the signal pads may be another group's by now
-  const uint64_t value = culprit + 1;
-  copy_array(device_of(rank_id), &signal_pad({rank_id.line, rank})->abort, &value, 1);
+  raise(rank_id, &signal_pad({rank_id.line, rank})->abort, culprit + 1);
 }
 
-void Group::raise_acknowledged(RankId rank_id, int peer) {
+void Group::raise(RankId rank_id, uint64_t* word, uint64_t value) {
   std::shared_lock lock(regions_mutex_);
-  if (sharing_ && released_) return;
-  const uint64_t value = 1;
-  copy_array(device_of(rank_id), &signal_pad(rank_id)->acknowledged[peer], &value, 1);
+  if (sharing_ && released_) return;  // the signal pads may be another group's by now
+  copy_array(device_of(rank_id), word, &value, 1);
 }
 
 std::optional<RankId> Group::find_rank_id(int ordinal) const {

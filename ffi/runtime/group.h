@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -77,11 +76,9 @@ class Group {
   int device_of(RankId rank_id) const { return lines_[rank_id.line][rank_id.rank]; }
   // Whether the rank's device belongs to this process.
   bool is_local(RankId rank_id) const { return device_of(rank_id) >= 0; }
-  // The devices of a line that are of this process.
   std::vector<int> local_devices(int line) const;
   std::vector<int> local_devices() const;  // of all lines
 
-  // The rank id of a device, if it has one.
   std::optional<RankId> find_rank_id(int ordinal) const;
 
   // Ends the group. Later ops fail. May be called twice.
@@ -144,8 +141,8 @@ class Group {
   void* make_signal_pad(RankId rank_id);
   std::set<int> processes_of(int line) const;
   Region staging(RankId rank_id, int mail_index, std::size_t bytes);
-  // Acknowledges in place of a peer whose process has ended, as the peer writes no more.
-  void raise_acknowledged(RankId rank_id, int peer);
+  // Sets a word of a signal pad that the device of `rank_id` reaches.
+  void raise(RankId rank_id, uint64_t* word, uint64_t value);
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).

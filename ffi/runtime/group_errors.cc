@@ -1,7 +1,6 @@
 // The errors of a group, and the last ops of its ranks.
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -87,8 +86,8 @@ std::optional<Group::RankReport> Group::report_of(int index) const {
   constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
   const auto* const there = reinterpret_cast<const uint64_t*>(from);
   uint64_t words[kWords];
-  for (int i = 0; i < kWords; ++i) words[i] = __atomic_load_n(&there[i], __ATOMIC_ACQUIRE);
-  if (words[0] == 0 || __atomic_load_n(&there[0], __ATOMIC_ACQUIRE) != words[0]) return std::nullopt;
+  for (int i = 0; i < kWords; ++i) words[i] = load_acquire(&there[i]);
+  if (words[0] == 0 || load_acquire(&there[0]) != words[0]) return std::nullopt;
   RankReport found{index / size(), {}};
   std::memcpy(&found.report, words, sizeof(words));
   return found;
@@ -99,8 +98,8 @@ std::vector<Group::RankReport> Group::reports(bool fatal, const std::vector<uint
   std::vector<RankReport> found;
   for (std::size_t i = 0; i < comms_.size(); ++i) {
     const Report* const from = comms_[i].report;
-    if (!from || __atomic_load_n(&from->epoch, __ATOMIC_ACQUIRE) <= taken[i / size()]) continue;
-    if (is_fatal(__atomic_load_n(&from->failure, __ATOMIC_RELAXED)) != fatal) continue;
+    if (!from || load_acquire(&from->epoch) <= taken[i / size()]) continue;
+    if (is_fatal(load_relaxed(&from->failure)) != fatal) continue;
     if (const auto each = report_of(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
       found.push_back(*each);
   }
@@ -249,10 +248,9 @@ std::optional<std::pair<int, int>> Group::differing_ranks(int line, const Report
 }
 
 GroupError Group::mismatch(int line, const Report& report, int rank, int other) const {
-  return {ErrorKind::mismatch,
-          describe_op(line, rank, report.epoch, name_of(report.op)) + " at rank " + std::to_string(rank) + ", but " +
-              describe_op(line, other, report.epoch, "another op") + " at rank " + std::to_string(other) +
-              ": all ranks must run the same ops with the same shapes in one order; the group has failed"};
+  return fatal_error(ErrorKind::mismatch, describe_op(line, rank, report.epoch, name_of(report.op)), " at rank ", rank,
+                     ", but ", describe_op(line, other, report.epoch, "another op"), " at rank ", other,
+                     ": all ranks must run the same ops with the same shapes in one order");
 }
 
 // The op that a user called: the one that the call site names, or that of the report.
@@ -265,36 +263,28 @@ std::string Group::called_op(int line, const Report& report) const {
 
 GroupError Group::describe(const RankReport& reported) const {
   const auto& [line, report] = reported;
-  char text[256];
-  const std::string op = describe_op(line, report.rank, report.epoch, name_of(report.op));
-  const long long expected = report.expected, seen = report.seen;
+  const int rank = report.rank, peer = report.peer;
   if (is_fatal(report.failure))  // whatever this rank saw of it first
     if (const auto ranks = differing_ranks(line, report)) return mismatch(line, report, ranks->first, ranks->second);
+  const std::string op =
+      is_fatal(report.failure) ? describe_op(line, rank, report.epoch, name_of(report.op)) : called_op(line, report);
   switch (report.failure) {
     case Failure::timeout: {
       const int culprit = silent_rank(line, report);
-      std::snprintf(text, sizeof(text), ": rank %d waited %g s for rank %d in vain: ", report.rank, timeout_seconds_,
-                    culprit);
-      return {ErrorKind::peer_timeout, op + text + progress(line, culprit, report.epoch) + "; the group has failed"};
+      return fatal_error(ErrorKind::peer_timeout, op, ": rank ", rank, " waited ", timeout_seconds_, " s for rank ",
+                         culprit, " in vain: ", progress(line, culprit, report.epoch));
     }
     case Failure::peer_lost:
-      if (report.peer == report.rank)
-        std::snprintf(text, sizeof(text), ": the peers of rank %d gave up, as it did not answer; the group has failed",
-                      report.rank);
-      else
-        std::snprintf(text, sizeof(text), ": rank %d gave up because rank %d did not answer; the group has failed",
-                      report.rank, report.peer);
-      return {ErrorKind::peer_lost, op + text};
+      if (peer == rank)
+        return fatal_error(ErrorKind::peer_lost, op, ": the peers of rank ", rank, " gave up, as it did not answer");
+      return fatal_error(ErrorKind::peer_lost, op, ": rank ", rank, " gave up because rank ", peer, " did not answer");
     case Failure::mismatch:
-      return mismatch(line, report, report.rank, report.peer);
+      return mismatch(line, report, rank, peer);
     case Failure::capacity:
-      std::snprintf(text, sizeof(text),
-                    ": rank %d needs %lld rows but capacity is %lld; raise the capacity or pass on_overflow='drop'",
-                    report.rank, seen, expected);
-      return {ErrorKind::capacity, called_op(line, report) + text};
+      return {ErrorKind::capacity, concat(op, ": rank ", rank, " needs ", report.seen, " rows but capacity is ",
+                                          report.expected, "; raise the capacity or pass on_overflow='drop'")};
     case Failure::invalid:
-      std::snprintf(text, sizeof(text), ": rank %d: ", report.rank);
-      return {ErrorKind::invalid_routing, called_op(line, report) + text + describe_invalid(report)};
+      return {ErrorKind::invalid_routing, concat(op, ": rank ", rank, ": ", describe_invalid(report))};
     case Failure::none:
       break;
   }

@@ -43,10 +43,9 @@ std::vector<Descriptor> take_descriptors(msghdr* header) {
 // The rule that a whole note breaks, or nothing.
 std::string breach_of(const Note& note, std::size_t descriptors) {
   const auto kind = static_cast<int32_t>(note.kind);
-  if (kind < 0 || note.kind > Note::Kind::goodbye) return "it sent a note of an unknown kind " + std::to_string(kind);
+  if (kind < 0 || note.kind > Note::Kind::goodbye) return concat("it sent a note of an unknown kind ", kind);
   const std::size_t due = note.kind == Note::Kind::share;
-  if (descriptors != due)
-    return "it sent a note with " + std::to_string(descriptors) + " descriptors, not " + std::to_string(due);
+  if (descriptors != due) return concat("it sent a note with ", descriptors, " descriptors, not ", due);
   if (!std::memchr(note.text, 0, sizeof(note.text))) return "it sent a text without an end";
   return "";
 }
@@ -90,7 +89,7 @@ Received receive_note(int socket) {
   if (bytes == 0) {
     received.what = Received::What::end;
   } else if (bytes != static_cast<ssize_t>(sizeof(Note)) || envelope.header.msg_flags & MSG_TRUNC) {
-    received.breach = "it sent a message that is no note: " + std::to_string(bytes) + " bytes";
+    received.breach = concat("it sent a message that is no note: ", bytes, " bytes");
   } else if (envelope.header.msg_flags & MSG_CTRUNC) {
     received.breach = "a descriptor that it sent did not arrive; this process may have too many open";
   } else {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/text.h"
 #include "runtime/posix.h"
 
 namespace jax_ep {

@@ -8,7 +8,6 @@
 
 namespace jax_ep {
 
-// Closed with its owner.
 class Descriptor {
  public:
   Descriptor() = default;

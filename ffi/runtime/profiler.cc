@@ -1,6 +1,5 @@
 #include "runtime/profiler.h"
 
-#include <algorithm>
 #include <exception>
 
 namespace jax_ep {
@@ -33,11 +32,6 @@ std::vector<Event> read_events(int device, const Track& track, uint64_t first) {
     at += length;
   }
   return events;
-}
-
-// A span of the track of a CTA and a role.
-Span span_between(const Event& event, const Event& next, int cta, int role, const HostClock& clock) {
-  return {cta, role, event.what >> kEpochBit, op_of(event), phase_of(event), clock.of(event.ns), clock.of(next.ns)};
 }
 
 }  // namespace
@@ -127,7 +121,7 @@ std::optional<Moment> Profiler::last_of(RankId rank_id) const {
   for (const Rank& rank : ranks_) {
     if (rank.rank_id.line != rank_id.line || rank.rank_id.rank != rank_id.rank) continue;
     Track track;
-    copy_array<Track>(rank.device, &track, rank.tracks, 1);
+    copy_array(rank.device, &track, rank.tracks, 1);
     if (track.count == 0) return std::nullopt;
     Event event;
     copy_array<Event>(rank.device, &event, track.events + ((track.count - 1) & track.mask), 1);
@@ -152,9 +146,12 @@ RankProfile Profiler::read(const Rank& rank) const {
     if (first > rank.seen[i])  // the rest of an op that was partly overwritten is useless
       while (at < events.size() && phase_of(events[at]) != Phase::none) ++at;
     profile.lost += first - rank.seen[i] + at;
-    for (; at + 1 < events.size(); ++at)
-      if (phase_of(events[at]) != Phase::none && !(is_product && phase_of(events[at + 1]) == Phase::none))
-        profile.spans.push_back(span_between(events[at], events[at + 1], cta, role, clock));
+    for (; at + 1 < events.size(); ++at) {
+      const Event &event = events[at], &next = events[at + 1];
+      if (phase_of(event) == Phase::none || (is_product && phase_of(next) == Phase::none)) continue;
+      profile.spans.push_back(
+          {cta, role, event.what >> kEpochBit, op_of(event), phase_of(event), clock.of(event.ns), clock.of(next.ns)});
+    }
     profile.unfinished += !events.empty() && phase_of(events.back()) != Phase::none;
   }
   return profile;

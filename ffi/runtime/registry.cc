@@ -27,9 +27,6 @@ Registry& registry() {
   return *registry;
 }
 
-// `content` is from a cryptographic hash, so the ids that follow it belong to no other content.
-int64_t id_of(int64_t content, int index) { return content + index; }
-
 }  // namespace
 
 void Registration::end() {
@@ -41,14 +38,12 @@ void Registration::end() {
 
 std::shared_ptr<Registration> register_group(int64_t content, int number) {
   std::lock_guard lock(registry().mutex);
-  int found = std::max(number, 0);
-  while (registry().open.count(id_of(content, found))) {
+  int64_t id = content + std::max(number, 0);  // `content` is a cryptographic hash, so no other content has these ids
+  for (; registry().open.count(id); ++id)
     if (number >= 0)
-      throw std::invalid_argument("group number " + std::to_string(number) +
-                                  " over these devices is open already in this process");
-    ++found;
-  }
-  auto made = std::make_shared<Registration>(id_of(content, found));
+      throw std::invalid_argument(
+          concat("group number ", number, " over these devices is open already in this process"));
+  auto made = std::make_shared<Registration>(id);
   registry().open.emplace(made->id, made);
   return made;
 }
@@ -76,12 +71,6 @@ void close_all() {
     if (const std::shared_ptr<Group> group = each->group()) group->close();
     each->end();
   }
-}
-
-GroupError group_not_open() {
-  return {ErrorKind::group_closed,
-          "the group of this program is closed, or was never opened here: await results before closing, or open a "
-          "jax_ep.Group over the mesh and axis that the program was compiled for"};
 }
 
 xla::ffi::Error to_ffi(const GroupError& error) {

@@ -46,9 +46,6 @@ std::shared_ptr<Group> find_group(int64_t id);
 // At exit: closes all open groups. Does nothing in a forked child, which has none of the groups' threads.
 void close_all();
 
-// The error of a program whose group is not open.
-GroupError group_not_open();
-
 xla::ffi::Error to_ffi(const GroupError& error);
 
 // The state that XLA keeps for each custom call of a program, made when the program is compiled or loaded.

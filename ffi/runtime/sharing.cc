@@ -94,7 +94,7 @@ Note request_of(const Region& region, int rank_index) {
   return note;
 }
 
-std::string name_of(int process) { return "process " + std::to_string(process) + " "; }
+std::string name_of(int process) { return concat("process ", process, " "); }
 
 // The state of the process at the other end of a socket. A forked child may hold the socket open after the process has
 // ended. Nothing is known of a process of another PID namespace, which has the number zero here.
@@ -102,7 +102,7 @@ const char* state_behind(int socket) {
   ucred peer{};
   socklen_t bytes = sizeof(peer);
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0 || peer.pid <= 0) return "it is alive";
-  std::ifstream file("/proc/" + std::to_string(peer.pid) + "/stat");  // "number (name) state ..."
+  std::ifstream file(concat("/proc/", peer.pid, "/stat"));  // "number (name) state ..."
   std::string line;
   std::getline(file, line);
   const std::size_t name_end = line.rfind(") ");
@@ -188,10 +188,8 @@ void Sharing::await(std::unique_lock<std::mutex>& lock, int process, const char*
   if (ready()) return;
   if (closing_) throw GroupException(closed_too_early());
   if (in_time) throw GroupException({ErrorKind::peer_lost, name_of(process) + peer.gone});
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%g", timeout_.count());
-  throw GroupException({ErrorKind::peer_timeout,
-                        name_of(process) + "did not " + doing + " within " + seconds + " s: " + state_here(process)});
+  throw GroupException({ErrorKind::peer_timeout, concat(name_of(process), "did not ", doing, " within ",
+                                                        timeout_.count(), " s: ", state_here(process))});
 }
 
 // The thread's loop, until this process closes.

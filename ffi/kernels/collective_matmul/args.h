@@ -57,11 +57,10 @@ struct CollectiveMatmulSpec : CollectiveMatmulDefaults {
     if (args.n < 1) return wrong("n", "at least 1", args.n);
     if (args.k < 1) return wrong("k", "at least 1", args.k);
     if (args.dtype != args.operand_dtype && args.dtype != DType::float32)
-      return wrong("dtype",
-                   std::string("that of the operands, ") + name_of(values_of(args.operand_dtype)) + ", or float32",
+      return wrong("dtype", concat("that of the operands, ", name_of(values_of(args.operand_dtype)), ", or float32"),
                    name_of(values_of(args.dtype)));
     if (is_countable(int64_t{ranks} * args.m)) return std::nullopt;
-    return wrong("m", std::string("below (") + kCountable + ") / " + std::to_string(ranks) + " ranks", args.m);
+    return wrong("m", concat("below (", kCountable, ") / ", ranks, " ranks"), args.m);
   }
 
  protected:
@@ -86,8 +85,7 @@ struct OpSpec<MatmulReduceArgs> : CollectiveMatmulSpec<MatmulReduceArgs> {
     visit("reduce_scatter", nullptr, &Args::reduce_scatter);
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
-    if (args.reduce_scatter && args.m % ranks)
-      return wrong("m", "a multiple of " + std::to_string(ranks) + " ranks", args.m);
+    if (args.reduce_scatter && args.m % ranks) return wrong("m", concat("a multiple of ", ranks, " ranks"), args.m);
     return CollectiveMatmulSpec::validate(args, 1);
   }
 

@@ -166,10 +166,8 @@ OverlapConfig plan_overlap_with(const CollectiveMatmulShape& shape, const Hardwa
 int OverlapConfig::ctas() const { return std::max(communicating, multiplying); }
 
 std::string OverlapConfig::describe() const {
-  return "tiles 128x" + std::to_string(block_n) + ", band " + std::to_string(band) + ", " +
-         std::to_string(communicating) + " + " + std::to_string(multiplying) +
-         (split_k ? " CTAs, two a tile, expected " : " CTAs, expected ") +
-         std::to_string(static_cast<int>(microseconds)) + " us";
+  return concat("tiles 128x", block_n, ", band ", band, ", ", communicating, " + ", multiplying,
+                split_k ? " CTAs, two a tile, expected " : " CTAs, expected ", static_cast<int>(microseconds), " us");
 }
 
 PairOrder own_rows_first(int m, int rank, int ranks) {

@@ -147,8 +147,7 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
     if (grouped_k && !stores) return wrong("formula", "store of groups of the contraction", name_in(x.formula));
     const bool may_widen = stores && !grouped_k, widens = may_widen && x.dtype == Element::float32;
     if (x.dtype != x.operand_dtype && !widens)
-      return wrong("dtype",
-                   std::string("that of the operands, ") + name_in(x.operand_dtype) + (may_widen ? ", or float32" : ""),
+      return wrong("dtype", concat("that of the operands, ", name_in(x.operand_dtype), may_widen ? ", or float32" : ""),
                    name_in(x.dtype));
     const bool wants_n_by_k = x.formula == Formula::summed;
     const bool wants_k_by_n = grouped_k || widens || x.formula == Formula::gated;
@@ -185,10 +184,10 @@ struct OpSpec<gemm::GroupedMatmul> : LocalDefaults {
   // Kernels count blocks of values, and rows, in int32.
   static std::optional<std::string> at_most(const char* name, int64_t size, int64_t blocks) {
     if (size * blocks <= INT32_MAX) return std::nullopt;
-    return wrong(name, "at most " + std::to_string(INT32_MAX / blocks), size);
+    return wrong(name, concat("at most ", INT32_MAX / blocks), size);
   }
   static std::optional<std::string> multiples(int of, const char* first, int size, const char* second, int other) {
-    const std::string must = "a multiple of " + std::to_string(of);
+    const std::string must = concat("a multiple of ", of);
     if (size % of) return wrong(first, must, size);
     return other % of ? std::optional(wrong(second, must, other)) : std::nullopt;
   }

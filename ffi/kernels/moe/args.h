@@ -87,9 +87,9 @@ struct RoutedDefaults : OpDefaults {
   static std::string describe_invalid(const Report& report) {
     constexpr const char* kLeaves[] = {"targets", "row_of", "counts"};
     if (report.detail < 0 || report.detail >= int64_t{std::size(kLeaves)}) return OpDefaults::describe_invalid(report);
-    return std::string("routing.") + kLeaves[report.detail] + " holds " + std::to_string(report.seen) +
-           ", which is out of bounds: it must be below " + std::to_string(report.expected) +
-           (report.detail == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
+    return concat("routing.", kLeaves[report.detail], " holds ", report.seen,
+                  ", which is out of bounds: it must be below ", report.expected,
+                  report.detail == static_cast<int>(RoutingLeaf::counts) ? " and not negative" : "");
   }
 };
 
@@ -128,7 +128,7 @@ JAX_EP_CONSTANT_FN int combine_width(const CombineArgs& args, int ranks) { retur
 template <class Args>
 std::optional<std::string> validate_counts(const Args& args, int ranks) {
   const int64_t assignments = int64_t{args.num_tokens} * args.top_k;
-  const std::string below = std::string("below (") + kCountable + ") / " + std::to_string(ranks) + " ranks";
+  const std::string below = concat("below (", kCountable, ") / ", ranks, " ranks");
   if (std::optional<std::string> error = validate_row(args.hidden)) return error;
   if (!is_countable(assignments) || !is_countable(ranks * assignments))
     return wrong("num_tokens * top_k", below, assignments);
@@ -140,7 +140,7 @@ template <class Args>
 std::optional<std::string> validate_layout(const Args& args, int ranks) {
   if (args.alignment <= 0) return wrong("alignment", "positive", args.alignment);
   if (args.capacity % args.alignment)
-    return wrong("capacity", "a multiple of alignment " + std::to_string(args.alignment), args.capacity);
+    return wrong("capacity", concat("a multiple of alignment ", args.alignment), args.capacity);
   return validate_counts(args, ranks);
 }
 
@@ -171,17 +171,15 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
     if (args.num_experts % ranks)
-      return wrong("num_experts", "a multiple of " + std::to_string(ranks) + " ranks", args.num_experts);
-    if (args.num_experts > kMaxExperts)
-      return wrong("num_experts", "at most " + std::to_string(kMaxExperts), args.num_experts);
+      return wrong("num_experts", concat("a multiple of ", ranks, " ranks"), args.num_experts);
+    if (args.num_experts > kMaxExperts) return wrong("num_experts", concat("at most ", kMaxExperts), args.num_experts);
     if (args.wire != Wire::plain && args.hidden % kScaleBlock)
-      return wrong("hidden", "a multiple of " + std::to_string(kScaleBlock) + " where rows travel in float8",
-                   args.hidden);
+      return wrong("hidden", concat("a multiple of ", kScaleBlock, " where rows travel in float8"), args.hidden);
     if (std::optional<std::string> error = validate_layout(args, ranks)) return error;
     const int64_t padding = int64_t{args.num_experts / ranks} * args.alignment;
     const int64_t rows = int64_t{ranks} * args.num_tokens * args.top_k + padding;
     if (is_countable(rows)) return std::nullopt;
-    return wrong("rows with their padding", std::string("fewer than ") + kCountable, rows);
+    return wrong("rows with their padding", concat("fewer than ", kCountable), rows);
   }
   static WorkSize work_size(const Args& args) {
     return {args.num_tokens, args.wire != Wire::plain, args.top_k, row_bytes(args)};

@@ -31,8 +31,8 @@ struct OpSpec<RaggedArgs> : OpDefaults {
   }
   static std::optional<std::string> validate(const Args& args, int) {
     if (args.slices > kMailNumbers)
-      return wrong("slices", "at most " + std::to_string(kMailNumbers) + ", what a mailbox holds", args.slices);
-    const std::string below = std::string("below ") + kCountable;
+      return wrong("slices", concat("at most ", kMailNumbers, ", what a mailbox holds"), args.slices);
+    const std::string below = concat("below ", kCountable);
     if (!is_countable(args.operand_rows)) return wrong("operand_rows", below, args.operand_rows);
     if (!is_countable(args.output_rows)) return wrong("output_rows", below, args.output_rows);
     if (args.row_bytes >> 32) return wrong("row_bytes", "below 4 GiB", args.row_bytes);
@@ -40,9 +40,9 @@ struct OpSpec<RaggedArgs> : OpDefaults {
   }
   static std::string describe_invalid(const Report& report) {
     if (report.detail == kElsewhere) return "on another rank a slice lies outside its buffer or is too long";
-    return "with rank " + std::to_string(report.peer) +
-           " a slice lies outside its buffer or has another size than the receiver expects: it must be at most " +
-           std::to_string(report.expected) + ", got " + std::to_string(report.seen);
+    return concat("with rank ", report.peer,
+                  " a slice lies outside its buffer or has another size than the receiver expects: it must be at most ",
+                  report.expected, ", got ", report.seen);
   }
 
   template <class Visit>

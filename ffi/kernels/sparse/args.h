@@ -80,9 +80,7 @@ JAX_EP_CONSTANT_FN int64_t landing_bytes(int ranks, int places, int room, int64_
 template <class Args>
 std::optional<std::string> validate_entries(const Args& args, int ranks) {
   if (is_countable(int64_t{ranks} * args.entries)) return std::nullopt;
-  return wrong("entries",
-               std::string("fewer than ") + kCountable + " on all " + std::to_string(ranks) + " ranks together",
-               args.entries);
+  return wrong("entries", concat("fewer than ", kCountable, " on all ", ranks, " ranks together"), args.entries);
 }
 
 template <>

@@ -1,7 +1,6 @@
 #include "runtime/cpu/cpu_group.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "runtime/posix.h"
 
@@ -49,30 +48,24 @@ void CpuGroup::start(int line, std::map<int, Arrival> arrivals) {
   }
 }
 
-std::optional<GroupError> CpuGroup::perform(const Task& task) {
-  try {
-    task();
-    return std::nullopt;
-  } catch (const GroupException& failure) {
-    return failure.error;
-  } catch (const std::exception& error) {
-    return GroupError{ErrorKind::other, error.what()};
-  }
-}
-
 std::optional<GroupError> CpuGroup::outcome(RankId rank_id, const Task& task) {
   while (rank_id.rank == stalled_protocol_ && !failure() && !load_acquire(&signal_pad(rank_id)->abort))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  if (std::optional<GroupError> error = perform(task)) {
-    give_up(rank_id, *error);
-    return error;
+  std::optional<GroupError> error;
+  try {
+    task();
+  } catch (const GroupException& failure) {
+    error = failure.error;
+  } catch (const std::exception& other) {
+    error = {ErrorKind::other, other.what()};
   }
-  if (std::optional<GroupError> error = reported(rank_id)) return error;
+  if (error) give_up(rank_id, *error);
+  if (!error) error = reported(rank_id);
+  if (error) return error;
   const uint64_t abort = load_acquire(&signal_pad(rank_id)->abort);
   if (!abort) return std::nullopt;
   fail({ErrorKind::peer_lost,  // an op that began after it has no report
-        "the group has failed at a peer, because rank " + std::to_string(abort - 1) +
-            " did not answer or runs another op"});
+        concat("the group has failed at a peer, because rank ", abort - 1, " did not answer or runs another op")});
   return failure();
 }
 
@@ -136,19 +129,17 @@ GroupError CpuGroup::nobody_came(const Key& key, const WaitingOp& op) const {
   for (int rank = 0; rank < size(); ++rank) {
     if (!is_local({std::get<2>(key), rank}) || op.arrivals.count(rank)) continue;
     if (const WaitingOp* there = elsewhere(key, rank))
-      diverged +=
-          "; rank " + std::to_string(rank) + " waits in " + describe_call(there->what.signature, there->what.site);
+      diverged += concat("; rank ", rank, " waits in ", describe_call(there->what.signature, there->what.site));
     else
-      missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+      missing += concat(missing.empty() ? "rank " : ", rank ", rank);
   }
-  char text[64];
-  std::snprintf(text, sizeof(text), " within %g s of rank %d", timeout_seconds(), op.arrivals.begin()->first);
   const std::string call = describe_call(op.what.signature, op.what.site);
+  const std::string in_time =
+      concat(" within ", timeout_seconds(), " s of rank ", op.arrivals.begin()->first, diverged);
   if (missing.empty())
-    return {ErrorKind::mismatch, call + ": not all ranks came" + text + diverged +
-                                     ": all ranks must run the same ops in one order; the group has failed"};
-  return {ErrorKind::peer_timeout,
-          call + ": " + missing + " did not arrive" + text + diverged + "; the group has failed"};
+    return fatal_error(ErrorKind::mismatch, call, ": not all ranks came", in_time,
+                       ": all ranks must run the same ops in one order");
+  return fatal_error(ErrorKind::peer_timeout, call, ": ", missing, " did not arrive", in_time);
 }
 
 void CpuGroup::stall(int rank, const std::string& where) {

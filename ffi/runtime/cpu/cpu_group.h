@@ -73,7 +73,6 @@ class CpuGroup final : public Group {
   };
 
   void start(int line, std::map<int, Arrival> arrivals);
-  static std::optional<GroupError> perform(const Task& task);
   void run(RankId rank_id, const Arrival& arrival, Running& running);
   std::optional<GroupError> outcome(RankId rank_id, const Task& task);
   void watch();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -10,21 +11,36 @@
 
 namespace jax_ep {
 
-// Runs jobs one after another on a thread of its own.
-class Worker {
+// Jobs for the threads that serve them.
+class Jobs {
  public:
-  Worker();
-  ~Worker();  // runs what is left, then ends
-  void enqueue(std::function<void()> job);
+  // Returns whether a thread is free for the job.
+  bool add(std::function<void()> job);
+  // Threads end when there are no jobs.
+  void end();
+  // The loop of a thread with this name.
+  void serve(const char* thread);
 
  private:
-  void run();
-
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> jobs_;
+  std::size_t idle_ = 0;  // threads
   bool ending_ = false;
-  std::thread thread_;
+};
+
+// Runs jobs one after another on a thread of its own.
+class Worker {
+ public:
+  ~Worker() {  // runs what is left, then ends
+    jobs_.end();
+    thread_.join();
+  }
+  void enqueue(std::function<void()> job) { jobs_.add(std::move(job)); }
+
+ private:
+  Jobs jobs_;
+  std::thread thread_{[this] { jobs_.serve("jax_ep rank"); }};
 };
 
 // Runs every job at once, on a thread that no other job holds: a job continues XLA's work, which may block in a
@@ -32,23 +48,16 @@ class Worker {
 // for an existing one. The first thread is made by the constructor.
 class Elastic {
  public:
-  Elastic();  // throws std::system_error
+  Elastic() { add_thread(); }  // throws std::system_error
   ~Elastic() { end(); }
   void run(std::function<void()> job);
   // Idle threads end, and every other thread ends after its job. Later jobs still run.
-  void end();
+  void end() { jobs_->end(); }
 
  private:
-  struct State {
-    std::mutex mutex;
-    std::condition_variable wake;
-    std::deque<std::function<void()>> jobs;
-    size_t idle = 0;
-    bool ending = false;
-  };
-  static void serve(const std::shared_ptr<State>& state);
+  void add_thread();
 
-  std::shared_ptr<State> state_;
+  const std::shared_ptr<Jobs> jobs_ = std::make_shared<Jobs>();
 };
 
 }  // namespace jax_ep

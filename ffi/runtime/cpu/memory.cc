@@ -1,9 +1,10 @@
 #include "runtime/memory.h"
 
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <new>
+
+#include "comm/platform.h"
 
 namespace jax_ep {
 
@@ -23,13 +24,11 @@ void clear_on_device(int, void* memory, std::size_t bytes) { std::memset(memory,
 
 void copy_whole_words(int, void* to, const void* from, std::size_t words) {
   for (std::size_t i = 0; i < words; ++i)
-    __atomic_store_n(static_cast<uint64_t*>(to) + i,
-                     __atomic_load_n(static_cast<const uint64_t*>(from) + i, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
+    store_release(static_cast<uint64_t*>(to) + i, load_acquire(static_cast<const uint64_t*>(from) + i));
 }
 
 ClockSample read_clock(int) {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  const uint64_t ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+  const uint64_t ns = clock_ns();
   return {ns, ns};
 }
 

@@ -8,15 +8,15 @@
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
-#include <string>
 
+#include "comm/text.h"
 #include "runtime/posix.h"
 
 namespace jax_ep {
 namespace {
 
 std::runtime_error failed(const char* doing) {
-  return std::runtime_error(std::string("jax_ep: ") + doing + " failed: " + std::strerror(errno));
+  return std::runtime_error(concat("jax_ep: ", doing, " failed: ", std::strerror(errno)));
 }
 
 // Makes shared memory of a fixed size. If the file shrank, a process that maps it would die at an access past its
@@ -38,7 +38,7 @@ void check_size(int descriptor, std::size_t bytes) {
   struct stat file;
   if (fstat(descriptor, &file) != 0) throw failed("asking for the size of shared memory");
   if (!S_ISREG(file.st_mode) || static_cast<std::size_t>(file.st_size) != bytes)
-    throw FalseRegion("it shared memory of " + std::to_string(file.st_size) + " bytes as " + std::to_string(bytes));
+    throw FalseRegion(concat("it shared memory of ", file.st_size, " bytes as ", bytes));
 #ifdef F_GET_SEALS
   const int seals = fcntl(descriptor, F_GET_SEALS);
   if (seals < 0 || !(seals & F_SEAL_SHRINK)) throw FalseRegion("it shared memory that it can make smaller");

@@ -1,27 +1,19 @@
 // What all launches of matrix products have in common: which kernels there are, and how one starts.
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
 
-#include <array>
-#include <cstddef>
-#include <optional>
-#include <string>
+#include <span>
 #include <type_traits>
 
 #include "gemm/grouped_matmul.h"
 #include "gemm/layout.h"
+#include "gemm/problem.h"
+#include "gemm/tensor_map.h"
+#include "runtime/gpu/device_scope.h"
 
 namespace jax_ep::gemm {
-
-inline std::optional<std::string> describe_error(cudaError_t error) {
-  if (error == cudaSuccess) return std::nullopt;
-  static_cast<void>(cudaGetLastError());  // XLA must not stumble over it
-  return cudaGetErrorString(error);
-}
 
 using Bf16 = __nv_bfloat16;
 using F16 = __half;
@@ -53,24 +45,13 @@ struct Variant {
   int shared_bytes;
 };
 
-// The kernels of a file, and its `product_timeline` (gemm/kernel.h) if they use it.
 template <class Kernel>
-struct Variants {
-  const Variant<Kernel>* first;
-  std::size_t count;
-  const void* timeline;
-
-  template <std::size_t kCount>
-  constexpr Variants(const std::array<Variant<Kernel>, kCount>& all, const void* timeline = nullptr)
-      : first(all.data()), count(kCount), timeline(timeline) {}
-  const Variant<Kernel>* begin() const { return first; }
-  const Variant<Kernel>* end() const { return first + count; }
-};
+using Variants = std::span<const Variant<Kernel>>;
 
 constexpr const char* kNotCompiled = "no kernel is compiled for these dtypes, storage orders and tiles";
 
 template <class Kernel>
-const Variant<Kernel>* find(const Variants<Kernel>& all, const Form& form) {
+const Variant<Kernel>* find(Variants<Kernel> all, const Form& form) {
   for (const auto& variant : all)
     if (variant.form == form) return &variant;
   return nullptr;
@@ -87,25 +68,20 @@ inline cudaError_t is_hopper(bool* found) {
 
 // Loads kernels on the current device, if it is a Hopper.
 template <class Kernel>
-cudaError_t load_all(const Variants<Kernel>& all) {
+cudaError_t load_all(Variants<Kernel> all) {
   bool hopper = false;
   cudaError_t error = is_hopper(&hopper);
   if (error != cudaSuccess || !hopper) return error;
-  for (const auto& variant : all) {
-    cudaFuncAttributes attributes;
-    error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(variant.kernel));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  for (const auto& variant : all)
+    if (error == cudaSuccess) error = gpu::load_kernel(reinterpret_cast<const void*>(variant.kernel));
+  return error;
 }
 
 template <class... Parameters, class... Arguments>
 cudaError_t start(const Variant<void (*)(Parameters...)>& variant, int ctas, cudaStream_t stream,
                   const Arguments&... arguments) {
-  if (const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel),
-                                                     cudaFuncAttributeMaxDynamicSharedMemorySize, variant.shared_bytes);
-      error != cudaSuccess)
-    return error;
+  const cudaError_t error = gpu::allow_shared(reinterpret_cast<const void*>(variant.kernel), variant.shared_bytes);
+  if (error != cudaSuccess) return error;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(kThreads);
@@ -113,5 +89,19 @@ cudaError_t start(const Variant<void (*)(Parameters...)>& variant, int ctas, cud
   launch.stream = stream;
   return cudaLaunchKernelEx(&launch, variant.kernel, arguments...);
 }
+
+// The kernels of grouped products, in families: grouped_matmul_tables.h lists them.
+using GroupedMatmulKernel = void (*)(Maps, Problem, GroupedMatmul);
+
+enum class Family { tiles, swapped, gated, gathered, float8 };
+
+struct FamilyKernels {
+  Variants<GroupedMatmulKernel> variants;
+  const void* timeline;  // their `product_timeline` (gemm/kernel.h)
+};
+template <Family>
+struct Kernels {
+  static FamilyKernels all();
+};
 
 }  // namespace jax_ep::gemm

@@ -1,17 +1,15 @@
 // Starts any product: finds its kernel, and describes its arrays to TMA.
 #include <array>
-#include <initializer_list>
 #include <utility>
 
-#include "gemm/tensor_map.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/gemm_launch.h"
 #include "runtime/cuda/grouped_matmul_launch.h"
-#include "runtime/gpu/device_scope.h"
+#include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep::gemm {
 namespace {
 
-std::array<Variants<GroupedMatmulKernel>, 5> all_kernels() {
+std::array<FamilyKernels, 5> all_kernels() {
   return {Kernels<Family::tiles>::all(), Kernels<Family::swapped>::all(), Kernels<Family::gated>::all(),
           Kernels<Family::gathered>::all(), Kernels<Family::float8>::all()};
 }
@@ -72,7 +70,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
                   x.formula,       x.activation,   x.gathered};
   const Variant<GroupedMatmulKernel>* variant = nullptr;
   for (const auto& kernels : all_kernels())
-    if (!variant) variant = find(kernels, form);
+    if (!variant) variant = find(kernels.variants, form);
   if (!variant) return config.describe() + ": " + kNotCompiled;
   GroupedMatmul product = gathered_left(x);
   if (x.columns != x.n) product.second_product = x.first_product;  // which has both
@@ -86,8 +84,7 @@ std::optional<std::string> launch(const GroupedMatmul& x, const Config& config, 
   if (!has_queue) product.counter = nullptr;
   cudaError_t error = has_queue ? cudaMemsetAsync(x.counter, 0, sizeof(*x.counter), stream) : cudaSuccess;
   if (error == cudaSuccess) error = start(*variant, config.ctas, stream, maps, problem, product);
-  const auto said = describe_error(error);
-  return said ? std::optional(config.describe() + ": " + *said) : std::nullopt;
+  return gpu::explain(error, config);
 }
 
 Config plan_tiles(const GroupedMatmul& x, int sms) {
@@ -99,23 +96,32 @@ std::optional<std::string> launch(const GroupedMatmul& x, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (const auto said = describe_error(error)) return said;
+  if (const auto why = gpu::explain(error)) return why;
   return launch(x, plan_tiles(x, sms), stream);
 }
 
 cudaError_t load() {
   for (const auto& kernels : all_kernels())
-    if (const cudaError_t error = load_all(kernels); error != cudaSuccess) return error;
+    if (const cudaError_t error = load_all(kernels.variants); error != cudaSuccess) return error;
   return cudaSuccess;
 }
 
-std::vector<uint64_t*> timeline_words() {
+}  // namespace jax_ep::gemm
+
+namespace jax_ep {
+
+std::optional<std::string> start_local(gpu::Stream stream, const gemm::GroupedMatmul& args) {
+  return gemm::launch(args, stream);
+}
+
+std::vector<uint64_t*> product_timelines(int device) {
   constexpr const char* kDoing = "looking for the timeline of products";
+  const gpu::DeviceScope scope(device);
   bool hopper = false;
-  gpu::check(is_hopper(&hopper), kDoing);
+  gpu::check(gemm::is_hopper(&hopper), kDoing);
   std::vector<uint64_t*> words;
   if (!hopper) return words;
-  for (const auto& kernels : all_kernels()) {
+  for (const auto& kernels : gemm::all_kernels()) {
     void* word = nullptr;
     gpu::check(cudaGetSymbolAddress(&word, kernels.timeline), kDoing);
     words.push_back(static_cast<uint64_t*>(word));
@@ -123,4 +129,4 @@ std::vector<uint64_t*> timeline_words() {
   return words;
 }
 
-}  // namespace jax_ep::gemm
+}  // namespace jax_ep

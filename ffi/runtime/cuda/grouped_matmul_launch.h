@@ -5,7 +5,6 @@
 
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "gemm/grouped_matmul.h"
 #include "gemm/plan.h"
@@ -22,9 +21,4 @@ std::optional<std::string> launch(const GroupedMatmul& product, cudaStream_t str
 
 // Loads every kernel on the current device, if it is a Hopper: a first launch would wait for a spinning kernel to end.
 cudaError_t load();
-
-// The words in which the kernels look for the timeline of the current device, if it is a Hopper. Throws
-// std::runtime_error.
-std::vector<uint64_t*> timeline_words();
-
 }  // namespace jax_ep::gemm

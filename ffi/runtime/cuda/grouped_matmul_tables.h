@@ -6,7 +6,7 @@
 
 #include "gemm/epilogue_gated.h"
 #include "gemm/mainloops.h"
-#include "runtime/cuda/grouped_matmul_kernels.h"
+#include "runtime/cuda/gemm_launch.h"
 
 namespace jax_ep::gemm {
 
@@ -110,7 +110,7 @@ constexpr std::array kTable<Family::float8, T...>{kFloat8<T, float, Float8Mainlo
                                                   kGatedFloat8<T, Activation::relu>...};
 
 template <Family kFamily>
-Variants<GroupedMatmulKernel> Kernels<kFamily>::all() {
+FamilyKernels Kernels<kFamily>::all() {
   if constexpr (kFamily == Family::float8)
     return {kTable<kFamily, Float8E4M3>, &product_timeline};
   else

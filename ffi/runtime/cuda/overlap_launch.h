@@ -2,12 +2,12 @@
 // of each Args are compiled in one file (ffi/kernel_instances.cmake), for sm_90a alone.
 #pragma once
 
-#include "gemm/tensor_map.h"
+#include <array>
+
 #include "kernels/collective_matmul/overlap_exchange.h"
 #include "kernels/collective_matmul/rank_matmul.h"
 #include "runtime/cuda/gemm_launch.h"
 #include "runtime/gpu/kernel_launch.h"
-#include "runtime/gpu/parameters.h"
 
 namespace jax_ep {
 
@@ -66,21 +66,19 @@ std::optional<std::string> OverlapKernel<Args>::start(const OverlapConfig& confi
   if (!variant) return gemm::kNotCompiled;
   CUtensorMap lhs, rhs, out_map;
   const int rhs_outer = args.transpose_rhs ? args.n : args.k, rhs_inner = args.transpose_rhs ? args.k : args.n;
-  if (const auto error =
-          gemm::describe_boxes(gemm::Matrices{matmul.lhs, in, args.k, matmul.problem.m, 1}, gemm::kSlice, &lhs))
-    return error;
-  if (const auto error =
-          gemm::describe_boxes(gemm::Matrices{args.rhs, in, rhs_inner, rhs_outer, 1}, gemm::kSlice, &rhs))
-    return error;
-  if (const auto error =
-          gemm::describe_boxes(gemm::Matrices{matmul.out, out, args.n, matmul.problem.m, 1}, gemm::kOutRows, &out_map))
-    return error;
   OwnMap<Args> own;
-  if (const auto error = describe_own(args, &own)) return error;
+  const gemm::Matrices lhs_rows{matmul.lhs, in, args.k, matmul.problem.m, 1};
+  const gemm::Matrices rhs_rows{args.rhs, in, rhs_inner, rhs_outer, 1};
+  const gemm::Matrices out_rows{matmul.out, out, args.n, matmul.problem.m, 1};
+  auto error = gemm::describe_boxes(lhs_rows, gemm::kSlice, &lhs);
+  if (!error) error = gemm::describe_boxes(rhs_rows, gemm::kSlice, &rhs);
+  if (!error) error = gemm::describe_boxes(out_rows, gemm::kOutRows, &out_map);
+  if (!error) error = describe_own(args, &own);
+  if (error) return error;
   const OverlapWork<Args> work{comm, args, config.communicating, matmul.first_communicating, config.block_n};
-  const auto error = gemm::describe_error(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,
-                                                      static_cast<void*>(matmul.out), matmul.problem, work));
-  return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
+  return gpu::explain(gemm::start(*variant, config.ctas(), stream, lhs, rhs, out_map, own,
+                                  static_cast<void*>(matmul.out), matmul.problem, work),
+                      config);
 }
 
 template <class Args>

@@ -4,7 +4,6 @@
 
 #include "kernels/kernels.h"
 #include "runtime/gpu/kernel_launch.h"
-#include "runtime/gpu/parameters.h"
 
 namespace jax_ep {
 

@@ -15,6 +15,18 @@
 
 namespace jax_ep {
 
+// The limit on the parameters of a launch, besides tensor maps. A launch copies its parameters, and all coops read them
+// from cold memory.
+constexpr std::size_t kMaxParameterBytes = 1024;
+
+// The bytes of a kernel's parameters, with their alignment.
+template <class... Parameters>
+constexpr std::size_t parameter_bytes() {
+  std::size_t end = 0;
+  ((end = (end + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) + sizeof(Parameters)), ...);
+  return end;
+}
+
 // Starts the kernel of an op on rows, for the dtype of its rows. Defined in kernels.cu.
 template <class Args>
 gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Comm& comm, const Args& args);
@@ -23,8 +35,7 @@ gpu::Error start_kernel(const LaunchConfig& config, gpu::Stream stream, const Co
 // Without it, the first launch of a kernel would wait for a spinning kernel to end.
 gpu::Error load_kernels(int shared_bytes);
 
-// Starts a local op, or says why it cannot. May be captured in a graph. Only the library for CUDA has local ops:
-// runtime/cuda/matmuls.cc.
+// Starts a local op, or says why it cannot. May be captured in a graph. Only the library for CUDA has local ops.
 std::optional<std::string> start_local(gpu::Stream stream, const gemm::GroupedMatmul& args);
 
 // The kernel of a collective matmul, which only the library for CUDA has. Defined in overlap_launch.h.
@@ -37,11 +48,11 @@ struct OverlapKernel {
   static gpu::Error load();
 };
 
-// Loads the kernels of the matmuls on the current device, or says why that failed. Defined in matmuls.cc of CUDA and
-// no_matmuls.cc of HIP.
+// Loads the kernels of the matmuls on the current device, or says why that failed. This and product_timelines are
+// defined in runtime/cuda, and in bindings/no_matmuls.cc for HIP.
 std::optional<std::string> load_matmul_kernels();
 
-// Products::timelines (runtime/profiler.h). Defined in the same files.
+// Products::timelines (runtime/profiler.h).
 std::vector<uint64_t*> product_timelines(int device);
 
 // Starts a kernel that answers `questions` of the host for the time of the current device, on its default stream.

@@ -1,33 +1,24 @@
 #include "runtime/memory.h"
 
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <string>
 #include <tuple>
 
-#include "platform/runtime.h"
-#include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
 #include "runtime/gpu/kernel_launch.h"
 
 namespace jax_ep {
 namespace {
 
-uint64_t host_ns() {
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
-}
-
-// Asks for the time once more. Returns the host's time, or 0 if no answer came in time.
+// Asks for the time once more. Returns the time of clock_ns(), here the host's, or 0 if no answer came in time.
 uint64_t ask_for_time(ClockRequest* request, uint64_t question) {
   constexpr uint64_t kTimeoutNs = 10'000'000'000;
-  __atomic_store_n(&request->asked, question, __ATOMIC_RELEASE);
-  for (const uint64_t deadline = host_ns() + kTimeoutNs; host_ns() < deadline;)
-    if (__atomic_load_n(&request->answered, __ATOMIC_ACQUIRE) == question) return host_ns();
-  __atomic_store_n(&request->cancelled, uint64_t{1}, __ATOMIC_RELEASE);
+  store_release(&request->asked, question);
+  for (const uint64_t deadline = clock_ns() + kTimeoutNs; clock_ns() < deadline;)
+    if (load_acquire(&request->answered) == question) return clock_ns();
+  store_release(&request->cancelled, uint64_t{1});
   return 0;
 }
 
@@ -134,10 +125,10 @@ ClockSample read_clock(int ordinal) {
   ClockSample best{};
   uint64_t quickest = ~uint64_t{0};
   for (int question = 1; question <= kQuestions; ++question) {
-    const uint64_t before = host_ns(), after = ask_for_time(request, question);
+    const uint64_t before = clock_ns(), after = ask_for_time(request, question);
     if (!after) {
       request = nullptr;  // the kernel may still begin, and must find `cancelled`
-      throw std::runtime_error("jax_ep: GPU " + std::to_string(ordinal) + " did not tell its time: it is busy");
+      throw std::runtime_error(concat("jax_ep: GPU ", ordinal, " did not tell its time: it is busy"));
     }
     if (after - before >= quickest) continue;
     quickest = after - before;
@@ -155,8 +146,8 @@ void connect_devices(const std::vector<int>& ordinals) {
       int can = 0;
       gpu::check(gpu::can_access_peer(&can, device, peer), "asking for peer access");
       if (!can)
-        throw std::runtime_error("GPU " + std::to_string(device) + " cannot write to GPU " + std::to_string(peer) +
-                                 ": the group needs peer-to-peer links");
+        throw std::runtime_error(
+            concat("GPU ", device, " cannot write to GPU ", peer, ": the group needs peer-to-peer links"));
       const gpu::Error error = gpu::enable_peer(peer);
       if (error == gpu::kPeerAlreadyEnabled)
         gpu::ignore(gpu::take_last_error());  // by XLA, whose next call must not see the error

@@ -4,10 +4,7 @@
 
 #include <map>
 #include <mutex>
-#include <string>
 
-#include "platform/vmm.h"
-#include "runtime/gpu/capture_scope.h"
 #include "runtime/gpu/device_scope.h"
 
 namespace jax_ep {
@@ -160,7 +157,7 @@ char* map_region(int descriptor, std::size_t bytes, const std::vector<int>& user
 void allow_users(char* base, std::size_t bytes, const std::vector<int>& users) {
   for (const int user : users)
     gpu::check(gpu::allow_access(base, bytes, user),
-               ("letting GPU " + std::to_string(user) + " write to shared device memory").c_str());
+               concat("letting GPU ", user, " write to shared device memory").c_str());
 }
 
 bool unmap_region(char*, std::size_t) { return false; }

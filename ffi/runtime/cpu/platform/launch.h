@@ -76,8 +76,7 @@ ffi::Future launch(const Call& call, const std::shared_ptr<CpuGroup>& group, Ran
 // Local ops have no kernels on a CPU. Its library types and checks their calls, for tests that trace them there.
 template <class Args>
 ffi::Future launch_local(const Call&, const Args&) {
-  return fail_call(
-      {ffi::ErrorCode::kUnimplemented, std::string(OpSpec<Args>::kFfiTarget) + ": only Hopper GPUs have it"});
+  return fail_call({ffi::ErrorCode::kUnimplemented, concat(OpSpec<Args>::kFfiTarget, ": only Hopper GPUs have it")});
 }
 
 inline ffi::Error mark(const Call&, Marks* marks, bool begins, int32_t text) {

@@ -1,7 +1,6 @@
 // Starts an op on a GPU: one kernel on XLA's stream.
 #pragma once
 
-#include <algorithm>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -64,11 +63,6 @@ struct Call {
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
 
-inline std::optional<std::string> explain(gpu::Error error) {
-  if (error == gpu::kSuccess) return std::nullopt;
-  return gpu::describe(error);
-}
-
 inline gpu::Error copy_all(const std::vector<Copy>& copies, gpu::Stream stream) {
   for (const Copy& copy : copies)
     if (const gpu::Error error = gpu::copy(copy.to, copy.from, copy.bytes, stream); error != gpu::kSuccess)
@@ -98,31 +92,29 @@ ffi::Error launch(const Call& call, const std::shared_ptr<PlatformGroup>& group,
       using Spec = OpSpec<Args>;
       const LaunchConfig config =
           plan_rows(RowShape{Spec::kLaunch, group->size(), Spec::work_size(args)}, group->model());
-      const auto error = explain(start_kernel(config, call.stream, reached.comm, reached.args));
-      return error ? std::optional(config.describe() + ": " + *error) : std::nullopt;
+      return gpu::explain(start_kernel(config, call.stream, reached.comm, reached.args), config);
     }
   };
-  std::optional<std::string> error = explain(copy_all(reached.before, call.stream));
+  std::optional<std::string> error = gpu::explain(copy_all(reached.before, call.stream));
   if (!error) error = start();
-  if (!error) error = explain(copy_all(reached.after, call.stream));
+  if (!error) error = gpu::explain(copy_all(reached.after, call.stream));
   if (!error) return ffi::Error::Success();
-  return give_up(*group, rank_id,
-                 {ErrorKind::other, std::string("launching ") + name_of(kind_of(args)) + ": " + *error});
+  return give_up(*group, rank_id, {ErrorKind::other, concat("launching ", name_of(kind_of(args)), ": ", *error)});
 } catch (const GroupException& failure) {
   return give_up(*group, rank_id, failure.error);
 } catch (const std::exception& error) {
-  return give_up(*group, rank_id, {ErrorKind::other, std::string(name_of(kind_of(args))) + ": " + error.what()});
+  return give_up(*group, rank_id, {ErrorKind::other, concat(name_of(kind_of(args)), ": ", error.what())});
 }
 
 template <class Args>
 ffi::Error launch_local(const Call& call, const Args& args) {
   const std::optional<std::string> error = start_local(call.stream, args);
   if (!error) return ffi::Error::Success();
-  return {ffi::ErrorCode::kInvalidArgument, std::string(OpSpec<Args>::kFfiTarget) + ": " + *error};
+  return {ffi::ErrorCode::kInvalidArgument, concat(OpSpec<Args>::kFfiTarget, ": ", *error)};
 }
 
 inline ffi::Error mark(const Call& call, Marks* marks, bool begins, int32_t text) {
-  const std::optional<std::string> error = explain(launch_mark(call.stream, marks, begins, text));
+  const std::optional<std::string> error = gpu::explain(launch_mark(call.stream, marks, begins, text));
   return error ? ffi::Error::Internal("marking a call: " + *error) : ffi::Error::Success();
 }
 
