@@ -80,7 +80,8 @@ class JsonConfig:
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         if missing := required - values.keys():
             raise ValueError(f"{path}: the fields {sorted(missing)} are missing")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
