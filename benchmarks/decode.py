@@ -12,7 +12,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -109,8 +108,8 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
         return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key), empty
 
     lowered_steps, empty_caches = zip(*map(lowered, case.batches), strict=True)
-    with ThreadPoolExecutor() as pool:  # before a cache is allocated: XLA tries tilings on buffers of its own
-        steps = list(pool.map(lambda one: one.compile(), lowered_steps))
+    # XLA times tilings on buffers of its own: one program after the other, and before a cache is allocated.
+    steps = [one.compile() for one in lowered_steps]
     for batch, step, empty in zip(case.batches, steps, empty_caches, strict=True):
         sharding = NamedSharding(group.mesh, how.rows(batch, 1))
         tokens, cache = jnp.zeros(batch, jnp.int32), filled(empty, case.context, sharding)

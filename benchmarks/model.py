@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -76,7 +75,9 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with `layers` layers. `sequences` is per device and micro-batch. `skewed`: some experts are popular."""
+    """A model with `layers` layers. `sequences` is per device and micro-batch. `skewed`: some experts are popular,
+    otherwise all are alike. The routers' own choices would not do: those of random weights are less even in each
+    further layer."""
 
     layers: int
     sequences: int
@@ -145,18 +146,18 @@ def parts_of(call: Callable[[], Any], text: str) -> str:
 
 
 @cache
-def skewed_ids(tokens: int, top_k: int, experts: int) -> np.ndarray:
-    """Distinct experts of each token, whose popularity is log-normal."""
+def drawn_ids(tokens: int, top_k: int, experts: int, skewed: bool) -> np.ndarray:
+    """Distinct experts of each token, whose popularity is the same, or log-normal."""
     rng = np.random.default_rng(SEED)
-    return draw_ids(rng, tokens, top_k, np.exp(0.7 * rng.standard_normal(experts)))
+    return draw_ids(rng, tokens, top_k, np.exp(0.7 * skewed * rng.standard_normal(experts)))
 
 
-def with_skew(moe_mlp: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer with `skewed_ids` instead of the router's, and the router's weights."""
+def with_drawn_ids(moe_mlp: Callable[..., Any], skewed: bool) -> Callable[..., Any]:
+    """The layer with `drawn_ids` instead of the router's, and the router's weights."""
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> Any:
         total = options["group"].size * experts.down.shape[0]
-        ids = jnp.where(ids >= 0, skewed_ids(len(ids), ids.shape[1], total), ids)
+        ids = jnp.where(ids >= 0, drawn_ids(len(ids), ids.shape[1], total, skewed), ids)
         return moe_mlp(tokens, ids, weights, experts, **options)
 
     return layer
@@ -164,7 +165,7 @@ def with_skew(moe_mlp: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_skew(case: Case, run: Run) -> None:
     config, ranks = case.config, run.group.size
-    ids = skewed_ids(case.sequences * case.length, config.num_experts_per_tok, config.num_experts)
+    ids = drawn_ids(case.sequences * case.length, config.num_experts_per_tok, config.num_experts, True)
     load = np.bincount(ids.ravel(), minlength=config.num_experts)
     expert, rank = load.max() / load.mean(), load.reshape(ranks, -1).sum(1).max() / load.sum() * ranks
     run.note(f"{case}: the busiest expert has {expert:.1f} times the mean load, the busiest GPU {rank:.2f} times")
@@ -208,8 +209,7 @@ def time_gradients(case: Case, run: Run, params: Any, ways: Mapping[str, Any], b
 
         return jax.jit(jax.value_and_grad(loss)).lower(working).compile()
 
-    with ThreadPoolExecutor() as pool:
-        programs = dict(zip(ways, pool.map(compiled, ways.values()), strict=True))
+    programs = {name: compiled(way) for name, way in ways.items()}
     calls = {name: partial(program, working) for name, program in programs.items()}
     run.note(f"{case}: losses " + ", ".join(f"{name} {call()[0]:.4f}" for name, call in calls.items()))
     times = in_turns(calls, run.options.repeats, 1 if run.on_cpu else 4)
@@ -248,8 +248,10 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     ways = {OURS: how, PLAIN: dataclasses.replace(how, moe_mlp=plain_mixture)}
     if case.skewed:
         note_skew(case, run)
-        ways = {name: dataclasses.replace(way, moe_mlp=with_skew(way.moe_mlp)) for name, way in ways.items()}
-    optimizer = optax.adamw(1e-12, b2=0.95)  # so small that routing stays as even as it begins
+    ways = {
+        name: dataclasses.replace(way, moe_mlp=with_drawn_ids(way.moe_mlp, case.skewed)) for name, way in ways.items()
+    }
+    optimizer = optax.adamw(1e-4, b2=0.95)
     state = training.first_state(jax.random.key(SEED), config, optimizer, how)
     shape = case.micro_batches, case.sequences * group.size, case.length + 1
     sharded = NamedSharding(group.mesh, P(None, AXIS))
@@ -260,9 +262,9 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     def lower(way: Any) -> jax.stages.Lowered:
         return training.make_train_step(config, optimizer, way, state, balance=0).lower(state, batches)
 
-    with ThreadPoolExecutor() as pool:  # each takes a minute or more to compile
-        found = pool.map(lambda name: first_that_fits(f"{case}, {name}", run, ways[name], lower), ways)
-        steps = {name: step for name, step in zip(ways, found, strict=True) if step is not None}
+    # One after the other: XLA times the tilings of a product while it compiles.
+    found = {name: first_that_fits(f"{case}, {name}", run, way, lower) for name, way in ways.items()}
+    steps = {name: step for name, step in found.items() if step is not None}
     if not steps:
         return
     of_gradient = time_gradients(case, run, state.params, {name: step.way for name, step in steps.items()}, batches[0])
@@ -312,11 +314,10 @@ def cases(run: Run) -> list[Case]:
 def notes(run: Run) -> Iterator[str]:
     yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
     yield "AdamW with float32 weights; working copies in bfloat16 are made once a step"
-    yield "remat: recomputed in each layer is nothing; all but exchanges and products; all but products; everything"
+    yield "remat: what each layer keeps for the backward pass, by the names of `layers.REMAT`"
     yield f"rows have room for {CAPACITY_FACTOR} times the even load, of a GPU in jax_ep and of an expert in plain JAX"
     yield "the scan over layers is unrolled"
-    yield "uniform random tokens: random weights route them nearly evenly"
-    yield "skewed: experts are drawn by a log-normal popularity; rows without room are dropped"
+    yield "ids are drawn instead of the router's, evenly, or skewed by a log-normal popularity of experts"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,9 +21,19 @@ import jax_ep
 
 # `Run(remat=KEEP_EXCHANGES)` keeps the results of the experts' products and of the exchange for the backward pass.
 KEEP_EXCHANGES = jax.checkpoint_policies.save_only_these_names("jax_ep_products", "jax_ep_dispatch")
+
+
+def keep_attention(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Keeps also what dense products and cuDNN's attention return."""
+    products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+    attends = primitive.name == "dot_product_attention_fwd_wrapper"
+    return bool(products) or attends or KEEP_EXCHANGES(primitive, *operands, **params)
+
+
 # Policies for `Run(remat=)`, by what the backward pass computes again.
 REMAT = {
     "none": None,
+    "attention": keep_attention,  # what is computed by element, such as norms; XLA's attention, which has no name
     "exchanges": KEEP_EXCHANGES,  # all but the exchange and the experts' products
     "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),  # all but the experts' products
     "layers": jax.checkpoint_policies.nothing_saveable,  # everything

@@ -116,6 +116,7 @@ def test_programs(
 
 @pytest.mark.parametrize("kind", [RoundTrip, Gradients])
 @pytest.mark.parametrize("shape", NOTHING)
+@pytest.mark.usefixtures("native")
 def test_nothing_on_one_gpu(shape: Any, kind: type[Program], monkeypatch: pytest.MonkeyPatch, rng: Rng) -> None:
     """What a group of one GPU does, on the CPU: nothing is exchanged."""
     monkeypatch.setattr(settings, "is_alone_on_gpu", lambda group: True)
