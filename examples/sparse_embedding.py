@@ -55,10 +55,6 @@ def loss(rows: dict[str, Any]) -> jax.Array:
     return attraction + NEGATIVES / noise.shape[0] * repulsion
 
 
-def ids_of(batch: Batch) -> dict[str, Any]:
-    return {"center": batch.center, "context": {"true": batch.context, "noise": batch.noise}}
-
-
 def init_tables(key: jax.Array, vocabulary: int) -> Tables:
     center = jax.random.uniform(key, (vocabulary, DIMENSION), minval=-0.5, maxval=0.5) / np.sqrt(DIMENSION)
     return {"center": center, "context": jnp.zeros((vocabulary, DIMENSION))}
@@ -68,7 +64,8 @@ def summed_gradient(
     tables: Tables, batch: Batch, group: jax_ep.Group, implementation: Implementation
 ) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
     """On one device: the gradient of the loss of all devices. Words drawn twice are added up before they are sent."""
-    value, gradient = embedding.sparse_value_and_grad(loss)(tables, ids_of(batch))
+    ids = {"center": batch.center, "context": {"true": batch.context, "noise": batch.noise}}
+    value, gradient = embedding.sparse_value_and_grad(loss)(tables, ids)
     own = {name: jax_ep.coalesce(rows) for name, rows in gradient.items()}
     total = {
         name: jax_ep.sparse_all_reduce(

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # run as a file: the package is its folder
 from .models import model
 from .models.families import config_of
 from .models.layers import REMAT, Run
-from .models.training import first_state, flops_per_token, make_train_step, peak_flops
+from .models.training import flops_per_token, make_train_step, peak_flops, state_of
 
 AXIS = "ep"
 
@@ -158,9 +158,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         run = Run(group, remat=REMAT[options.remat])
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(options.learning_rate, b2=0.95))
-        first = first_state(jax.random.key(options.seed), config, optimizer, run)
         if any(options.model.glob("*.safetensors")):
-            first = first._replace(params=model.load(options.model, config, group, jnp.float32))
+            params = model.load(options.model, config, group, jnp.float32)
+        else:
+            params = model.init(jax.random.key(options.seed), config, group)
+        first = state_of(params, optimizer, run)
         keeper, write = Keeper(options.out / "checkpoints"), writer_of(options.tensorboard)
         state = first = keeper.restored(first)
         step_of = make_train_step(config, optimizer, run, first, balance=options.balance)

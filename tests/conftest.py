@@ -47,28 +47,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of every test marked `matrix`, in an order that JAX_EP_TEST_SEED draws, the cases in which two values of its
-    parameters meet for the first time stay, so that every pair of values is tested; with --nightly all do.
+    """Of every test marked `matrix` those cases stay that show a new pair of values of its parameters. With --nightly
+    all do.
 
-    Of `matrix(1)` those stay on a CPU that show a value for the first time. What is marked `nightly` runs with
-    --nightly alone.
+    JAX_EP_TEST_SEED draws an order of the cases. On a CPU the case that shows the most new pairs comes first, because
+    fewer cases show all pairs then. GPUs may be too few for some cases, so they take more. Those of `matrix(1)` show
+    every value on a CPU. What is marked `nightly` runs with --nightly alone.
     """
     if config.getoption("nightly"):
         return
-    left_out: set[pytest.Item] = set()
     on_cpu = jax.default_backend() == "cpu"
-    met: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    left_out: set[pytest.Item] = set()
+    matrices: dict[str, dict[pytest.Item, set[frozenset[tuple[str, str]]]]] = {}  # what each case of a test shows
     for item in sorted(items, key=lambda item: zlib.crc32(f"{SEED} {item.nodeid}".encode())):
         if item.get_closest_marker("nightly"):
             left_out.add(item)
         elif isinstance(item, pytest.Function) and (marker := item.get_closest_marker("matrix")):
-            of = item.nodeid.partition("[")[0]
             values = [(name, repr(value)) for name, value in item.callspec.params.items()]
             together = marker.args[0] if on_cpu and marker.args else 2
-            shown = {(of, frozenset(each)) for each in itertools.combinations_with_replacement(values, together)}
-            if shown <= met:
+            shown = set(map(frozenset, itertools.combinations_with_replacement(values, together)))
+            matrices.setdefault(item.nodeid.partition("[")[0], {})[item] = shown
+    for cases in matrices.values():
+        while cases:
+            item = max(cases, key=lambda case: len(cases[case])) if on_cpu else next(iter(cases))
+            if not (shown := cases.pop(item)):
                 left_out.add(item)
-            met |= shown
+            for others in cases.values():
+                others -= shown
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 

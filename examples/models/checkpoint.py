@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -35,64 +35,60 @@ HARMLESS = {
     *("max_position_embeddings", "transformers_version", "use_cache"),
 }
 OURS = {"float8"}  # fields of a Config that are not of config.json
-ConfigType = TypeVar("ConfigType")
 Index = tuple[slice, ...]
 
 
-def read_config(
-    of: type[ConfigType],
-    path: Path | str,
-    fixed: Mapping[str, Any],
-    *,
-    quantization: str | None = None,
-    harmless: Collection[str] = (),
-) -> ConfigType:
-    """Reads a dataclass from config.json.
+@dataclasses.dataclass(frozen=True)
+class JsonConfig:
+    """What a model reads of its config.json. Fields have the names there, but for those of `OURS`."""
 
-    Args:
-      of: the dataclass. Its fields have the names of config.json, except `rope`, a `Rope`.
-      path: of the file, or of its folder.
-      fixed: other fields that may be there, if they have this value.
-      quantization: the `quant_method` that the weights may have.
-      harmless: other fields that change nothing.
+    rope: Rope
+    fixed: ClassVar[Mapping[str, Any]]  # other fields that may be there, if they have this value
+    quantization: ClassVar[str | None] = None  # the `quant_method` that the weights may have
+    harmless: ClassVar[Collection[str]] = ()  # other fields that change nothing
 
-    Raises:
-      ValueError: a field is missing, is not known, or has a value that the model does not compute.
-    """
-    path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    given = {name: value for name, value in json.loads(path.read_text()).items() if value is not None}
-    fixed = {"tie_word_embeddings": False, "attention_dropout": 0.0, **fixed}
-    for name, value in fixed.items():
-        if name in given and given[name] != value:
-            raise ValueError(f"{path}: {name} must be {value!r}, got {given[name]!r}")
-    method = given.pop("quantization_config", None)
-    if method is not None and method.get("quant_method") != quantization:
-        raise ValueError(f"{path}: quantization_config.quant_method must be {quantization!r}, got {method}")
-    if (size := (method or {}).get("weight_block_size", [BLOCK] * 2)) != [BLOCK] * 2:
-        raise ValueError(f"{path}: quantization_config.weight_block_size must be {[BLOCK] * 2}, got {size}")
-    rope = {"rope_theta": given.pop("rope_theta", None), **given.pop("rope_scaling", {})}
-    rope |= given.pop("rope_parameters", {})
-    rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
-    if unknown := rope.keys() - {field.name for field in dataclasses.fields(Rope)}:
-        raise ValueError(f"{path}: rope_scaling may have the fields of models.layers.Rope, got {sorted(unknown)}")
-    if rope["rope_theta"] is None:
-        raise ValueError(f"{path}: rope_theta is missing")
-    fields = {field.name: field for field in dataclasses.fields(of) if field.name not in OURS}  # pyright: ignore
-    if unknown := given.keys() - fields - fixed.keys() - HARMLESS - set(harmless):
-        raise ValueError(f"{path}: the fields {sorted(unknown)} may change the computation, and are unknown")
-    values = {name: value for name, value in given.items() if name in fields} | {"rope": Rope(**rope)}
-    required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if missing := required - values.keys():
-        raise ValueError(f"{path}: the fields {sorted(missing)} are missing")
-    return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    @classmethod
+    def from_json(cls, path: Path | str) -> Self:
+        """Reads the file, or that of a folder.
 
+        Raises:
+          ValueError: a field is missing, is not known, or has a value that the model does not compute.
+        """
+        path = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+        given = {name: value for name, value in json.loads(path.read_text()).items() if value is not None}
+        fixed = {"tie_word_embeddings": False, "attention_dropout": 0.0, **cls.fixed}
+        for name, value in fixed.items():
+            if name in given and given[name] != value:
+                raise ValueError(f"{path}: {name} must be {value!r}, got {given[name]!r}")
+        method = given.pop("quantization_config", None)
+        if method is not None and method.get("quant_method") != cls.quantization:
+            raise ValueError(f"{path}: quantization_config.quant_method must be {cls.quantization!r}, got {method}")
+        if (size := (method or {}).get("weight_block_size", [BLOCK] * 2)) != [BLOCK] * 2:
+            raise ValueError(f"{path}: quantization_config.weight_block_size must be {[BLOCK] * 2}, got {size}")
+        rope = {"rope_theta": given.pop("rope_theta", None), **given.pop("rope_scaling", {})}
+        rope |= given.pop("rope_parameters", {})
+        rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
+        if unknown := rope.keys() - {field.name for field in dataclasses.fields(Rope)}:
+            raise ValueError(f"{path}: rope_scaling may have the fields of models.layers.Rope, got {sorted(unknown)}")
+        if rope["rope_theta"] is None:
+            raise ValueError(f"{path}: rope_theta is missing")
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in OURS}
+        if unknown := given.keys() - fields - fixed.keys() - HARMLESS - set(cls.harmless):
+            raise ValueError(f"{path}: the fields {sorted(unknown)} may change the computation, and are unknown")
+        values: dict[str, Any] = {name: value for name, value in given.items() if name in fields}
+        values["rope"] = Rope(**rope)
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if missing := required - values.keys():
+            raise ValueError(f"{path}: the fields {sorted(missing)} are missing")
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        return cls(**values)
 
-def config_json(config: Any, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """What `read_config` reads."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name not in OURS}
-    rope = {name: value for name, value in dataclasses.asdict(fields.pop("rope")).items() if value is not None}
-    scaling = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if rope["rope_type"] != "default" else None}
-    return {**fixed, **fields, **scaling}
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in OURS}
+        rope = {name: value for name, value in dataclasses.asdict(fields.pop("rope")).items() if value is not None}
+        theta, scaled = rope.pop("rope_theta"), rope["rope_type"] != "default"
+        return {**self.fixed, **fields, "rope_theta": theta, "rope_scaling": rope if scaled else None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,15 +142,10 @@ class Parameter:
 
     def _read_one(self, tensors: "Tensors", name: str, index: Index) -> np.ndarray:
         shape = list(self.shape[(self.layers is not None) + ("{expert}" in self.name) :])
-        begins = [
-            (part.start or 0, size if part.stop is None else part.stop) for part, size in zip(index, shape, strict=True)
-        ]
+        slices = [slice(*part.indices(size)) for part, size in zip(index, shape, strict=True)]
         if self.half is not None:
-            shape[-1] *= 2
-            begins[-1] = (2 * begins[-1][0] + self.half, 2 * begins[-1][1])
-        slices = [slice(*bounds) for bounds in begins]
-        if self.half is not None:
-            slices[-1] = slice(*begins[-1], 2)
+            begin, end = slices[-1].start, slices[-1].stop
+            shape[-1], slices[-1] = 2 * shape[-1], slice(2 * begin + self.half, 2 * end, 2)
         if self.swapped:
             shape[-2:], slices[-2:] = shape[:-3:-1], slices[:-3:-1]
         found = tensors.read(name, tuple(shape), tuple(slices), raw=self.fixed == jnp.uint8)
@@ -170,6 +161,22 @@ class Parameter:
             else:
                 both = files.setdefault(name, np.zeros((*one.shape[:-1], 2 * one.shape[-1]), one.dtype))
                 both[..., self.half :: 2] = one
+
+
+class Stack(NamedTuple):
+    """Layers of one kind that follow one another: each of their parameters has them as its first axis."""
+
+    number: int
+    first: int = 0
+
+    def array(self, name: str, *shape: int, **options: Any) -> Parameter:
+        return Parameter(f"model.layers.{{layer}}.{name}", (self.number, *shape), first=self.first, **options)
+
+    def matrix(self, name: str, *shape: int) -> Parameter:
+        return self.array(f"{name}.weight", *shape, swapped=True)
+
+    def norm(self, name: str, width: int) -> Parameter:
+        return self.array(f"{name}.weight", width, init="ones")
 
 
 class Tensors:

@@ -10,8 +10,7 @@ the routed experts stay as they are, for `Run(group, moe={"precision": "float8"}
 
 import dataclasses
 import re
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,9 @@ import jax_ep
 from jax_ep.float8 import Float8Weights
 
 from . import layers
-from .checkpoint import BLOCK, Parameter, config_json, read_config
-from .layers import Aux, Cache, LayerCache, Rope, Run
+from .checkpoint import BLOCK, Parameter, Stack
+from .layers import Cache, Hidden, LayerCache, OfLayer, Run
+from .model import Model
 
 # Other fields of config.json, which must have these values.
 FIXED = {
@@ -34,19 +34,14 @@ FIXED = {
     "topk_method": "noaux_tc",
 }
 LATENT_EPSILON = 1e-6  # of the norms within latent attention
-HARMLESS = {"aux_loss_alpha", "ep_size", "num_key_value_heads", "num_nextn_predict_layers", "seq_aux"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The fields of config.json that the model reads, and `float8`."""
+class Config(Model):
+    """The further fields of config.json that the model reads, and `float8`."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
     first_k_dense_replace: int  # layers without experts, which come first
     intermediate_size: int  # of these
-    num_attention_heads: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -55,37 +50,28 @@ class Config:
     moe_intermediate_size: int
     n_routed_experts: int
     n_shared_experts: int
-    num_experts_per_tok: int
     n_group: int
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
-    rms_norm_eps: float
-    rope: Rope
     rope_interleave: bool = True
     float8: bool = False  # routed experts are `Float8Weights`
 
-    @classmethod
-    def from_json(cls, path: Path | str) -> "Config":
-        return read_config(cls, path, FIXED, quantization="fp8", harmless=HARMLESS)
-
-    def to_json(self) -> dict[str, Any]:
-        return config_json(self, FIXED)
+    fixed, quantization = FIXED, "fp8"
+    harmless = "aux_loss_alpha", "ep_size", "num_key_value_heads", "num_nextn_predict_layers", "seq_aux"
 
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
-        """Of what a layer keeps of each token: its latent, which makes keys and values, beside a rotated key."""
-        return [(self.kv_lora_rank + self.qk_rope_head_dim,)]
+        return [(self.kv_lora_rank + self.qk_rope_head_dim,)]  # a latent, which makes keys and values; a rotated key
 
     def skips(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint belongs to multi-token prediction, whose layers come last."""
+        """Multi-token prediction, whose layers come last."""
         found = re.match(r"model\.layers\.(\d+)\.", name)
         return found is not None and int(found[1]) >= self.num_hidden_layers
 
     def layout(self) -> dict[str, Any]:
-        """What the parameters are, and where a checkpoint has them."""
         h, e, f, dense = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size, self.first_k_dense_replace
-        first, others = _Stack(dense, 0), _Stack(self.num_hidden_layers - dense, dense)
+        first, others = Stack(dense), Stack(self.num_hidden_layers - dense, dense)
 
         def expert(name: str, k: int, n: int) -> Any:
             name = f"mlp.experts.{{expert}}.{name}_proj.weight"
@@ -100,33 +86,32 @@ class Config:
             "bias": others.array("mlp.gate.e_score_correction_bias", e, init=0.0, fixed=jnp.float32),
         }
         experts = jax_ep.Experts(gate=expert("gate", h, f), up=expert("up", h, f), down=expert("down", f, h))
-        shared = others.mlp("mlp.shared_experts", h, f * self.n_shared_experts)
-        return {
-            "embedding": Parameter("model.embed_tokens.weight", (self.vocab_size, h), init=0.02),
-            "dense_layers": {**self._attention(first), "mlp": first.mlp("mlp", h, self.intermediate_size)},
+
+        def mlp(of: Stack, name: str, width: int) -> jax_ep.Experts:
+            gate, up = (of.matrix(f"{name}.{each}_proj", h, width) for each in ("gate", "up"))
+            return jax_ep.Experts(gate=gate, up=up, down=of.matrix(f"{name}.down_proj", width, h))
+
+        shared = mlp(others, "mlp.shared_experts", f * self.n_shared_experts)
+        return self.ends() | {
+            "dense_layers": {**self._attention(first), "mlp": mlp(first, "mlp", self.intermediate_size)},
             "layers": {**self._attention(others), "router": router, "experts": experts, "shared": shared},
-            "norm": Parameter("model.norm.weight", (h,), init="ones"),
-            "head": Parameter("lm_head.weight", (h, self.vocab_size), swapped=True),
         }
 
-    def _attention(self, of: "_Stack") -> dict[str, Parameter]:
+    def _attention(self, of: Stack) -> dict[str, Parameter]:
         h, heads, rank, nope = self.hidden_size, self.num_attention_heads, self.kv_lora_rank, self.qk_nope_head_dim
         return {
-            "attention_norm": of.array("input_layernorm.weight", h, init="ones"),
+            "attention_norm": of.norm("input_layernorm", h),
             "q_a": of.matrix("self_attn.q_a_proj", h, self.q_lora_rank),
-            "q_norm": of.array("self_attn.q_a_layernorm.weight", self.q_lora_rank, init="ones"),
+            "q_norm": of.norm("self_attn.q_a_layernorm", self.q_lora_rank),
             "q_b": of.matrix("self_attn.q_b_proj", self.q_lora_rank, heads * (nope + self.qk_rope_head_dim)),
             "kv_a": of.matrix("self_attn.kv_a_proj_with_mqa", h, rank + self.qk_rope_head_dim),
-            "kv_norm": of.array("self_attn.kv_a_layernorm.weight", rank, init="ones"),
+            "kv_norm": of.norm("self_attn.kv_a_layernorm", rank),
             "kv_b": of.matrix("self_attn.kv_b_proj", rank, heads * (nope + self.v_head_dim)),
             "o": of.matrix("self_attn.o_proj", heads * self.v_head_dim, h),
-            "mlp_norm": of.array("post_attention_layernorm.weight", h, init="ones"),
+            "mlp_norm": of.norm("post_attention_layernorm", h),
         }
 
-    def hidden(
-        self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None, Aux]:
-        """Tokens [B, S] -> hidden states [B, S, H] for the head; `params` in `run.dtype`."""
+    def hidden(self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None) -> Hidden:
         epsilon = self.rms_norm_eps
         angles = self.rope.angles(layers.positions(cache, ids.shape[1]), self.qk_rope_head_dim)
 
@@ -142,20 +127,19 @@ class Config:
                 scale=self.routed_scaling_factor,
             )
 
-        def dense(
-            x: jax.Array, layer: Any, cache: LayerCache | None, _: None
-        ) -> tuple[jax.Array, LayerCache | None, None]:
+        def attended(x: jax.Array, layer: Any, cache: LayerCache | None) -> tuple[jax.Array, jax.Array, Any]:
+            """Attention and what it adds to, the input of the layer's second half, the cache."""
             out, cache = self._attend(layers.rms_norm(x, layer["attention_norm"], epsilon), layer, cache, run, angles)
             x += out
-            h, mlp = layers.rms_norm(x, layer["mlp_norm"], epsilon), layer["mlp"]
+            return x, layers.rms_norm(x, layer["mlp_norm"], epsilon), cache
+
+        def dense(x: jax.Array, layer: Any, cache: LayerCache | None, _: None) -> OfLayer:
+            x, h, cache = attended(x, layer, cache)
+            mlp = layer["mlp"]
             return x + (jax.nn.silu(h @ mlp.gate) * (h @ mlp.up)) @ mlp.down, cache, None
 
-        def block(
-            x: jax.Array, layer: Any, cache: LayerCache | None, _: None
-        ) -> tuple[jax.Array, LayerCache | None, Aux]:
-            out, cache = self._attend(layers.rms_norm(x, layer["attention_norm"], epsilon), layer, cache, run, angles)
-            x += out
-            h = layers.rms_norm(x, layer["mlp_norm"], epsilon)
+        def block(x: jax.Array, layer: Any, cache: LayerCache | None, _: None) -> OfLayer:
+            x, h, cache = attended(x, layer, cache)
             options: Any = {"shared_experts": layer["shared"], "score": "sigmoid"}
             out, aux = layers.mixture(h, route, layer["router"], layer["experts"], run, **options)
             return x + out, cache, aux
@@ -192,20 +176,3 @@ class Config:
             out = layers.attention(q, kept[:, None], kept[:, None], run, cache, scale=scale)[..., :rank]
             out = jnp.einsum("bsnr,rnd->bsnd", out, of_v)
         return out.reshape(*h.shape[:2], -1) @ layer["o"], cache
-
-
-class _Stack(NamedTuple):
-    """Neighbouring layers of one kind: their parameters have them as first axis."""
-
-    number: int
-    first: int
-
-    def array(self, name: str, *shape: int, **options: Any) -> Parameter:
-        return Parameter(f"model.layers.{{layer}}.{name}", (self.number, *shape), first=self.first, **options)
-
-    def matrix(self, name: str, *shape: int) -> Parameter:
-        return self.array(f"{name}.weight", *shape, swapped=True)
-
-    def mlp(self, name: str, h: int, width: int) -> jax_ep.Experts:
-        gate, up = (self.matrix(f"{name}.{each}_proj", h, width) for each in ("gate", "up"))
-        return jax_ep.Experts(gate=gate, up=up, down=self.matrix(f"{name}.down_proj", width, h))

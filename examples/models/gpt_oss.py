@@ -8,7 +8,6 @@ The experts of a published checkpoint, in MXFP4, become bfloat16, and gate and u
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,34 +16,30 @@ import jax.numpy as jnp
 import jax_ep
 
 from . import layers
-from .checkpoint import Parameter, config_json, read_config
-from .layers import Aux, Cache, LayerCache, Rope, Run
+from .checkpoint import Parameter, Stack
+from .layers import Cache, Hidden, LayerCache, OfLayer, Run
+from .model import Model
 
 # Other fields of config.json, which must have these values.
 FIXED = {"model_type": "gpt_oss", "hidden_act": "silu", "attention_bias": True}
-HARMLESS = {"experts_per_token", "initial_context_length"}  # again num_experts_per_tok; and Rope has the other
 WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The fields of config.json that the model reads."""
+class Config(Model):
+    """The further fields of config.json that the model reads."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int  # of an expert
     num_local_experts: int
-    num_experts_per_tok: int
-    rms_norm_eps: float
     sliding_window: int
     layer_types: tuple[str, ...]
-    rope: Rope
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
+
+    fixed, quantization = FIXED, "mxfp4"
+    harmless = "experts_per_token", "initial_context_length"  # again num_experts_per_tok; and Rope has the other
 
     def __post_init__(self) -> None:
         if set(self.layer_types) - {WINDOWED, FULL} or len(self.layer_types) != self.num_hidden_layers:
@@ -53,17 +48,9 @@ class Config:
                 f"layers, got {self.layer_types}"
             )
 
-    @classmethod
-    def from_json(cls, path: Path | str) -> "Config":
-        return read_config(cls, path, FIXED, quantization="mxfp4", harmless=HARMLESS)
-
-    def to_json(self) -> dict[str, Any]:
-        return config_json(self, FIXED)
-
     @property
     def cache_shapes(self) -> list[tuple[int, ...]]:
-        """Of what a layer keeps of each token: a key and a value."""
-        return [(self.num_key_value_heads, self.head_dim)] * 2
+        return [(self.num_key_value_heads, self.head_dim)] * 2  # a key and a value
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -72,30 +59,24 @@ class Config:
         return next(types[:i] for i in range(1, n + 1) if n % i == 0 and types[:i] * (n // i) == types)
 
     def layout(self) -> dict[str, Any]:
-        """What the parameters are, and where a checkpoint has them."""
-        n, h, f, e = self.num_hidden_layers, self.hidden_size, self.intermediate_size, self.num_local_experts
+        of, h, f, e = Stack(self.num_hidden_layers), self.hidden_size, self.intermediate_size, self.num_local_experts
         q, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
 
-        def of_layer(name: str, *shape: int, **options: Any) -> Parameter:
-            return Parameter(f"model.layers.{{layer}}.{name}", (n, *shape), **options)
-
         def linear(name: str, *shape: int) -> dict[str, Parameter]:
-            weight = of_layer(f"{name}.weight", *shape, swapped=True)
-            return {"weight": weight, "bias": of_layer(f"{name}.bias", shape[-1], init=0.0)}
+            return {"weight": of.matrix(name, *shape), "bias": of.array(f"{name}.bias", shape[-1], init=0.0)}
 
-        def experts(name: str, *shape: int, half: int | None = None, init: float | None = None) -> Parameter:
-            return of_layer(f"mlp.experts.{name}", e, *shape, half=half, experts=True, init=init)
+        def experts(name: str, *shape: int, **options: Any) -> Parameter:
+            return of.array(f"mlp.experts.{name}", e, *shape, experts=True, **options)
 
-        return {
-            "embedding": Parameter("model.embed_tokens.weight", (self.vocab_size, h), init=0.02),
+        return self.ends() | {
             "layers": {
-                "attention_norm": of_layer("input_layernorm.weight", h, init="ones"),
+                "attention_norm": of.norm("input_layernorm", h),
                 "q": linear("self_attn.q_proj", h, q),
                 "k": linear("self_attn.k_proj", h, kv),
                 "v": linear("self_attn.v_proj", h, kv),
                 "o": linear("self_attn.o_proj", q, h),
-                "sinks": of_layer("self_attn.sinks", self.num_attention_heads, init=0.0),
-                "moe_norm": of_layer("post_attention_layernorm.weight", h, init="ones"),
+                "sinks": of.array("self_attn.sinks", self.num_attention_heads, init=0.0),
+                "moe_norm": of.norm("post_attention_layernorm", h),
                 "router": linear("mlp.router", h, e),
                 "experts": jax_ep.Experts(
                     gate=experts("gate_up_proj", h, f, half=0),
@@ -108,15 +89,10 @@ class Config:
                     ),  # pyright: ignore[reportArgumentType]
                     activation=jax_ep.ClampedSwiglu(self.swiglu_limit, self.swiglu_alpha),
                 ),
-            },
-            "norm": Parameter("model.norm.weight", (h,), init="ones"),
-            "head": Parameter("lm_head.weight", (h, self.vocab_size), swapped=True),
+            }
         }
 
-    def hidden(
-        self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None, Aux]:
-        """Tokens [B, S] -> hidden states [B, S, H] for the head; `params` in `run.dtype`."""
+    def hidden(self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None) -> Hidden:
         heads, epsilon = (*ids.shape, -1, self.head_dim), self.rms_norm_eps
         angles = self.rope.angles(layers.positions(cache, ids.shape[1]), self.head_dim)
 
@@ -127,9 +103,7 @@ class Config:
         def linear(x: jax.Array, p: Any) -> jax.Array:
             return x @ p["weight"] + p["bias"]
 
-        def block(
-            x: jax.Array, layer: Any, cache: LayerCache | None, kind: str
-        ) -> tuple[jax.Array, LayerCache | None, Aux]:
+        def block(x: jax.Array, layer: Any, cache: LayerCache | None, kind: str) -> OfLayer:
             h = layers.whole_sequences(layers.rms_norm(x, layer["attention_norm"], epsilon), run)
             q, k, v = (linear(h, layer[name]).reshape(heads) for name in ("q", "k", "v"))
             (k, v), cache = layers.remember(cache, layers.rotate(k, angles), v)

@@ -112,6 +112,10 @@ class Aux(NamedTuple):
     dropped: jax.Array  # [L] assignments that found no room
 
 
+Hidden = tuple[jax.Array, Cache | None, Aux]  # of a model: states [B, S, H], the new cache, what the routers did
+OfLayer = tuple[jax.Array, LayerCache | None, Any]  # the same of one layer
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary positions: RoFormer (2021), and YaRN (2023) if `factor` is not 1. Fields are those of config.json."""
@@ -369,7 +373,7 @@ def mixture(
     )(x, router, experts, shared_experts)
 
 
-Block = Callable[..., tuple[jax.Array, LayerCache | None, Any]]
+Block = Callable[..., OfLayer]
 
 
 def scan_layers(

@@ -1,11 +1,13 @@
 """What all models do: they load, save, compute logits, and generate. training.py has what trains them.
 
-A model is its config: `qwen3_moe.Config`, `gpt_oss.Config` or `deepseek_v3.Config`.
+A model is its config: `qwen3_moe.Config`, `gpt_oss.Config` or `deepseek_v3.Config`, each a `Model`.
 """
 
+import abc
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,31 +17,48 @@ from jax.typing import DTypeLike
 import jax_ep
 
 from . import checkpoint
-from .layers import Aux, Cache, Run
+from .checkpoint import Parameter
+from .layers import Aux, Cache, Hidden, Run
 
 
-class Model(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Model(checkpoint.JsonConfig, abc.ABC):
+    """The fields of config.json that every model has, and what it makes of them."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_experts_per_tok: int
+    rms_norm_eps: float
+
     @property
-    def num_hidden_layers(self) -> int: ...
-
-    @property
+    @abc.abstractmethod
     def cache_shapes(self) -> Sequence[tuple[int, ...]]:
         """What a layer keeps of each token: the shapes [..., D] of its arrays."""
-        ...
 
-    def to_json(self) -> dict[str, Any]: ...
+    @abc.abstractmethod
+    def layout(self) -> dict[str, Any]:
+        """A pytree of `Parameter`; parameters are a pytree of arrays of the same structure."""
 
-    def layout(self) -> Any:
-        """A pytree of `checkpoint.Parameter`; parameters are a pytree of arrays of the same structure."""
-
-    def hidden(
-        self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache | None, Aux]:
+    @abc.abstractmethod
+    def hidden(self, params: Any, ids: jax.Array, run: Run, cache: Cache | None = None) -> Hidden:
         """Tokens [B, S], behind those of the cache, -> hidden states [B, S, H] for the head, and the new cache.
 
         Without a cache, or with an empty one, they are whole sequences; else S is 1. `params` are in `run.dtype`.
         """
-        ...
+
+    def skips(self, name: str) -> bool:
+        """Whether a tensor of the checkpoint is not the model's."""
+        return False
+
+    def ends(self) -> dict[str, Parameter]:
+        """The part of `layout` that is of no layer."""
+        return {
+            "embedding": Parameter("model.embed_tokens.weight", (self.vocab_size, self.hidden_size), init=0.02),
+            "norm": Parameter("model.norm.weight", (self.hidden_size,), init="ones"),
+            "head": Parameter("lm_head.weight", (self.hidden_size, self.vocab_size), swapped=True),
+        }
 
 
 def init(key: jax.Array, config: Model, group: jax_ep.Group, dtype: DTypeLike = jnp.float32) -> Any:
@@ -49,8 +68,7 @@ def init(key: jax.Array, config: Model, group: jax_ep.Group, dtype: DTypeLike = 
 
 def load(folder: Path | str, config: Model, group: jax_ep.Group, dtype: DTypeLike = jnp.bfloat16) -> Any:
     """The parameters of a checkpoint; errors as of `checkpoint.load`."""
-    skip: Callable[[str], bool] = getattr(config, "skips", lambda name: False)
-    return checkpoint.load(folder, config.layout(), group, dtype, skip)
+    return checkpoint.load(folder, config.layout(), group, dtype, config.skips)
 
 
 def save(folder: Path | str, params: Any, config: Model) -> None:
@@ -70,7 +88,7 @@ def for_generation(params: Any, config: Model, run: Run) -> Any:
     Those that `cast` leaves as they are keep their dtype.
     """
 
-    def placed(x: jax.Array, one: checkpoint.Parameter) -> jax.Array:
+    def placed(x: jax.Array, one: Parameter) -> jax.Array:
         x = x if one.fixed else x.astype(run.dtype)
         return x if one.experts else jax.device_put(x, NamedSharding(run.group.mesh, P()))
 

@@ -61,9 +61,8 @@ def flops_per_token(config: Any, length: int) -> float:
 TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]
 
 
-def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
-    """Random parameters in their shards; the optimizer's arrays lie where their parameters are."""
-    params = init(key, config, run.group)
+def state_of(params: Any, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
+    """The state before the first step. The optimizer's arrays lie where their parameters are."""
     everywhere = NamedSharding(run.group.mesh, P())
     placement = optax.tree_utils.tree_map_params(
         optimizer,
@@ -74,6 +73,11 @@ def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransfor
     )
     optimizer_state = jax.jit(optimizer.init, out_shardings=placement)(params)
     return TrainState(jax.device_put(jnp.int32(0), everywhere), params, optimizer_state)
+
+
+def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
+    """The state of random parameters, in their shards."""
+    return state_of(init(key, config, run.group), optimizer, run)
 
 
 def loss_of(

@@ -27,12 +27,11 @@ from jax_ep import Group, MoeStats
 from jax_ep.__main__ import load as load_module
 
 FIXTURES = Path(__file__).parents[1] / "models"
-model, layers, losses, training = (
-    load_module("examples", f"models.{name}") for name in ("model", "layers", "losses", "training")
+checkpoint, families, layers, losses, model, training = (
+    load_module("examples", f"models.{name}")
+    for name in ("checkpoint", "families", "layers", "losses", "model", "training")
 )
 train_model, generate = (load_module("examples", name) for name in ("train_model", "generate"))
-FAMILIES = {name: load_module("examples", f"models.{name}").Config for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
-SIZES = (1, 8)
 STEPS = 20
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 16  # of attention
 
@@ -40,11 +39,11 @@ pytestmark = pytest.mark.usefixtures("native")
 COLLECTIVES = re.compile(
     r"\b(all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|reduce-scatter)(?:-start)?\("
 )
-families = pytest.mark.parametrize("family", FAMILIES)
+of_each_family = pytest.mark.parametrize("family", families.FAMILIES)
 
 
 def config_of(family: str) -> Any:
-    return FAMILIES[family].from_json(FIXTURES / family)
+    return families.config_of(FIXTURES / family)
 
 
 def run_of(group: Group, **options: Any) -> Any:
@@ -59,8 +58,9 @@ def assert_near(found: Any, wanted: Any, tolerance: float = 1e-4) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=tolerance), found, wanted)
 
 
-@families
-@pytest.mark.parametrize("size", SIZES)
+@of_each_family
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.matrix(1)
 def test_what_transformers_computes(family: str, size: int, open_group: OpenGroup) -> None:
     """Two sequences do not fill eight devices, which then share sequences by tokens, and single tokens as copies."""
     wanted, config, group = load_file(FIXTURES / family / "expected.safetensors"), config_of(family), open_group(size)
@@ -72,11 +72,12 @@ def test_what_transformers_computes(family: str, size: int, open_group: OpenGrou
     np.testing.assert_array_equal(model.generate(params, wanted["ids"], tokens, config, run), wanted["greedy"])
 
 
-@families
+@of_each_family
 def test_a_step_moves_no_weights(family: str, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA has no collectives at all if the devices divide the sequences, and else one sum for each mixture."""
+    """XLA has no collectives at all if the devices divide the sequences, and else one sum for each mixture. The tokens
+    are those of transformers."""
     monkeypatch.setenv("JAX_EP_DEBUG_CHECKS", "0")  # they compare ranks by collectives
-    config, size = config_of(family), 2
+    known, config, size = load_file(FIXTURES / family / "expected.safetensors"), config_of(family), 2
     group = open_group(size)
     run, sharded, key = run_of(group), loaded(family, group), jax.random.key(0)
     whole = model.for_generation(sharded, config, run)
@@ -84,23 +85,18 @@ def test_a_step_moves_no_weights(family: str, open_group: OpenGroup, monkeypatch
     wanted = jax.tree.map(lambda one: jnp.dtype(one.fixed or jnp.bfloat16), config.layout())
     assert jax.tree.map(lambda x: x.dtype, narrow) == wanted
     mixtures = config.num_hidden_layers - getattr(config, "first_k_dense_replace", 0)
+    prefill, step = model.decoder(config, run, known["ids"].shape[1] + 1)
 
-    def continued(params: Any, batch: int) -> tuple[list[Any], list[str]]:
-        """Tokens, and the collectives of a step."""
-        prefill, step = model.decoder(config, run, 12)
-        token, cache = prefill(params, np.arange(8 * batch).reshape(batch, 8), key)
-        step, tokens = step.lower(params, token, cache, key).compile(), []
-        for _ in range(4):
-            tokens.append(np.asarray(token))
-            token, cache = step(params, token, cache, key)
-        return tokens, COLLECTIVES.findall(step.as_text())
-
-    for batch, wanted in ((2 * size, []), (1, ["all-reduce"] * mixtures)):
-        tokens, found = continued(whole, batch)
-        assert found == wanted
-        of_sharded, found = continued(sharded, batch)
-        assert "all-gather" in found
-        np.testing.assert_array_equal(tokens, of_sharded)
+    for batch, wanted, all_params in ((1, ["all-reduce"] * mixtures, (whole, sharded)), (2 * size, [], (whole,))):
+        ids, greedy = (np.tile(known[name], (2, 1))[:batch] for name in ("ids", "greedy"))
+        token, cache = prefill(whole, ids, key)
+        np.testing.assert_array_equal(token, greedy[:, 0])
+        for params in all_params:
+            compiled = step.lower(params, token, cache, key).compile()
+            found = COLLECTIVES.findall(compiled.as_text())
+            assert "all-gather" in found if params is sharded else found == wanted
+            after, _ = compiled(params, token, jax.tree.map(jnp.copy, cache), key)  # a step overwrites it
+            np.testing.assert_array_equal(after, greedy[:, 1])
 
 
 def test_a_prefill_gathers_a_layer_once(open_group: OpenGroup) -> None:
@@ -148,7 +144,7 @@ def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: 
     scales = rng.uniform(1, 2, (2, 3)).astype(np.float32)
     save_file({"a": values, "a_scale_inv": scales}, tmp_path / "model.safetensors")
     wanted = values.astype(np.float32) * np.kron(scales, np.ones((128, 128), np.float32))[:200, :300]
-    tensors = load_module("examples", "models.checkpoint").Tensors(tmp_path)
+    tensors = checkpoint.Tensors(tmp_path)
     for part in ((slice(0, 200), slice(0, 300)), (slice(100, 200), slice(120, 290))):
         np.testing.assert_array_equal(tensors.read("a", values.shape, part), wanted[part])
     with pytest.raises(ValueError, match=r"a_scale_inv must have shape \(1, 3\), got \(2, 3\)"):
@@ -159,7 +155,7 @@ def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[
     """The losses of steps on the same sequences, from the weights of the checkpoint."""
     optax = pytest.importorskip("optax")
     config, run, optimizer = config_of(family), run_of(group, **options), optax.adamw(1e-4)
-    state = training.first_state(jax.random.key(0), config, optimizer, run)._replace(params=loaded(family, group))
+    state = training.state_of(loaded(family, group), optimizer, run)
     step, values = training.make_train_step(config, optimizer, run, state), []
     for _ in range(STEPS):
         state, metrics = step(state, ids[None])
@@ -169,7 +165,7 @@ def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[
     return values
 
 
-@families
+@of_each_family
 def test_eight_devices_train_as_one(family: str, open_group: OpenGroup) -> None:
     """Sequences are always the same: with others a rounding may decide between two experts."""
     ids = np.random.default_rng(0).integers(config_of(family).vocab_size, size=(8, 17), dtype=np.int32)
@@ -180,13 +176,13 @@ def test_eight_devices_train_as_one(family: str, open_group: OpenGroup) -> None:
     assert_near(eight, one)
 
 
-@families
+@of_each_family
 def test_a_checkpoint_that_was_saved(family: str, tmp_path: Path, open_group: OpenGroup) -> None:
     """The same config and bits, in the same shards and on one device; random weights have these shards, too."""
     config, group, alone = config_of(family), open_group(8), open_group(1)
     params = loaded(family, group)
     model.save(tmp_path, params, config)
-    assert FAMILIES[family].from_json(tmp_path) == config
+    assert families.FAMILIES[family].from_json(tmp_path) == config
     again = model.load(tmp_path, config, group, jnp.float32)
     assert helpers.bits(again) == helpers.bits(model.load(tmp_path, config, alone, jnp.float32)) == helpers.bits(params)
 
@@ -222,7 +218,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@families
+@of_each_family
 @pytest.mark.parametrize("wrong", WRONG)
 def test_errors_of_tensors(family: str, wrong: str, tmp_path: Path, open_group: OpenGroup) -> None:
     change, match = WRONG[wrong]
@@ -231,7 +227,7 @@ def test_errors_of_tensors(family: str, wrong: str, tmp_path: Path, open_group: 
         model.load(folder, config_of(family), open_group(1))
 
 
-@families
+@of_each_family
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -248,7 +244,7 @@ def test_errors_of_configs(family: str, change: dict[str, Any], match: str, tmp_
     given = json.loads((FIXTURES / family / "config.json").read_text()) | change
     (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in given.items() if x is not None}))
     with pytest.raises(ValueError, match=match):
-        FAMILIES[family].from_json(tmp_path)
+        families.FAMILIES[family].from_json(tmp_path)
 
 
 def plain(q: Any, k: Any, v: Any, sinks: Any, window: int | None) -> jax.Array:
@@ -355,11 +351,20 @@ def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: 
     assert_near(program(x, head), jax.value_and_grad(losses.next_token_loss, (0, 1))(x, head, targets), 1e-6)
 
 
-@pytest.mark.parametrize(("count", "unroll"), [(2, 1), (2, 2), (1, 1)])
 @pytest.mark.parametrize(
-    ("remat", "times"), [("none", 1), ("attention", 1), ("exchanges", 1), ("products", 2), ("layers", 2)]
+    ("remat", "times", "count", "unroll"),
+    [
+        ("none", 1, 2, 1),
+        ("attention", 1, 2, 1),
+        ("exchanges", 1, 2, 1),
+        ("exchanges", 1, 2, 2),
+        ("products", 2, 2, 1),
+        ("products", 2, 2, 2),
+        ("products", 2, 1, 1),
+        ("layers", 2, 1, 1),
+    ],
 )
-def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: int, open_group: OpenGroup) -> None:
+def test_what_a_policy_recomputes(remat: str, times: int, count: int, unroll: int, open_group: OpenGroup) -> None:
     """Layers, whose dispatch is in the program once, or again in the backward pass. XLA removes a loop of one turn."""
     config, group = dataclasses.replace(config_of("qwen3_moe"), num_hidden_layers=count), open_group(2)
     run = run_of(group, unroll=unroll, remat=layers.REMAT[remat])
@@ -443,8 +448,8 @@ def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
     config.mkdir()
     (config / "config.json").write_text((FIXTURES / "qwen3_moe" / "config.json").read_text())
 
-    def trained(out: str, steps: int, dtype: str = "uint16") -> bytes:
-        options = ["--dtype", dtype, "--length", "16", "--sequences", "1", "--learning-rate", "1e-2"]
+    def trained(out: str, steps: int) -> bytes:
+        options = ["--dtype", "uint16", "--length", "16", "--sequences", "1", "--learning-rate", "1e-2"]
         folder = tmp_path / out
         files = map(str, (config, tmp_path / "tokens", "--out", folder, "--steps", steps))
         assert train_model.main([*files, *options]) == 0
@@ -454,5 +459,5 @@ def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
     assert trained("in two", 2) != at_once
     assert trained("in two", 4) == at_once
     with pytest.raises(ValueError, match=r"tokens: tokens must be below 128, got \d+; is --dtype right"):
-        trained("wrong", 1, "uint32")
+        train_model.Tokens(tmp_path / "tokens", "uint32", 0, 128).batch(0, 1, 1, 16)
     assert (tmp_path / "at once" / "training.png").stat().st_size > 1000

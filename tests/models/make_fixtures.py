@@ -4,14 +4,14 @@ what transformers computes with it in float32.
     python -m pip install torch transformers accelerate safetensors
     python tests/models/make_fixtures.py
 
-No test runs this. It takes the first seed for which greedy decoding chooses clearly, and does not repeat itself.
+Each folder has the config.json of its model. No test runs this. It takes the first seed for which greedy decoding
+chooses clearly, and does not repeat itself.
 """
 
 # pyright: reportMissingImports=false
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,136 +24,6 @@ HERE = Path(__file__).parent
 SEQUENCES, LENGTH, GREEDY = 2, 24, 64
 Tensor = Any  # torch.Tensor, where torch is installed
 State = Iterator[tuple[str, Tensor]]
-
-COMMON = {
-    "bos_token_id": 0,
-    "eos_token_id": None,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "attention_dropout": 0.0,
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 16,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "max_window_layers": 2,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-        "num_attention_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
-        "sliding_window": None,
-        "use_sliding_window": False,
-        "vocab_size": 128,
-    },
-    "gpt_oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "attention_bias": True,
-        "experts_per_token": 2,
-        "head_dim": 16,
-        "hidden_size": 64,
-        "initial_context_length": 4096,
-        "intermediate_size": 32,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_attention_heads": 4,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "quantization_config": {
-            "modules_to_not_convert": [
-                "model.layers.*.self_attn",
-                "model.layers.*.mlp.router",
-                "model.embed_tokens",
-                "lm_head",
-            ],
-            "quant_method": "mxfp4",
-        },
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 8,
-        "swiglu_limit": 1.5,
-        "vocab_size": 128,
-    },
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "attention_bias": False,
-        "aux_loss_alpha": 0.001,
-        "ep_size": 1,
-        "first_k_dense_replace": 2,
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "kv_lora_rank": 64,
-        "moe_intermediate_size": 128,
-        "moe_layer_freq": 1,
-        "n_group": 4,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": 2,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 2,
-        "num_nextn_predict_layers": 1,
-        "pretraining_tp": 1,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "quantization_config": {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-        },
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "factor": 40,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-            "type": "yarn",
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "seq_aux": True,
-        "topk_group": 2,
-        "topk_method": "noaux_tc",
-        "v_head_dim": 32,
-        "vocab_size": 64,
-    },
-}
 
 
 def normal(*shape: int, std: float | None = None) -> Tensor:
@@ -262,9 +132,8 @@ DEQUANTIZED = {
 }
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
+def write_checkpoint(folder: Path, state: dict[str, Tensor]) -> None:
     """In two files and an index."""
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     names = list(state)
     files = {name: f"model-{1 + (i >= len(names) // 2):05}-of-00002.safetensors" for i, name in enumerate(names)}
     for file in sorted(set(files.values())):
@@ -309,15 +178,14 @@ def expected(name: str, folder: Path, config: dict[str, Any]) -> dict[str, Tenso
 def main() -> None:
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, family in FAMILIES.items():
-        config, folder = COMMON | CONFIGS[name], HERE / name
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder = HERE / name
+        config = json.loads((folder / "config.json").read_text())
         for seed in itertools.count():
             torch.manual_seed(seed)
             ends = {"model.norm.weight": norm(config["hidden_size"])}
             ends |= {"model.embed_tokens.weight": normal(config["vocab_size"], config["hidden_size"], std=1.0)}
             ends |= {"lm_head.weight": normal(config["vocab_size"], config["hidden_size"])}
-            write_checkpoint(folder, config, ends | dict(family(config)))
+            write_checkpoint(folder, ends | dict(family(config)))
             if found := expected(name, folder, config):
                 safetensors.torch.save_file(found, folder / "expected.safetensors", metadata=versions)
                 break
