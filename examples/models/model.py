@@ -20,6 +20,8 @@ from . import checkpoint
 from .checkpoint import Parameter
 from .layers import Aux, Cache, Hidden, Run
 
+AHEAD = 16  # XLA's own collectives on CPUs may hang with more than 31 programs in flight
+
 
 @dataclasses.dataclass(frozen=True)
 class Model(checkpoint.JsonConfig, abc.ABC):
@@ -165,7 +167,10 @@ def generate(
     temperature: float = 0.0,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The `tokens` tokens [B, tokens] that follow the prompts [B, T]. The host waits for none of them."""
+    """The `tokens` tokens [B, tokens] that follow the prompts [B, T]. The host runs at most `AHEAD` steps ahead.
+
+    Each call compiles two programs. For several calls, keep a `decoder`.
+    """
     key = jax.random.key(0) if key is None else key
     params = for_generation(params, config, run)
     prefill, step = decoder(config, run, ids.shape[1] + tokens, temperature)
@@ -174,4 +179,5 @@ def generate(
     for _ in range(tokens - 1):
         token, cache = step(params, token, cache, key)
         found.append(token)
+        jax.block_until_ready(found[-AHEAD:][0])
     return jnp.stack(found, axis=1)
