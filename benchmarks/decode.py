@@ -42,14 +42,14 @@ class Case:
 
 
 def step_bytes(config: Any, batch: int, context: int, ranks: int) -> float:
-    """That a GPU reads in a step: its share of the experts that uniform routing chooses and of the cache, and the
-    dense weights."""
+    """That a GPU reads in a step: the dense weights, its share of the experts that uniform routing chooses, and its
+    share of the cache, or the whole cache if the number of GPUs does not divide the batch."""
     leaves = jax.tree.leaves(config.layout())
     experts = 2 * sum(math.prod(one.shape) for one in leaves if one.experts)
     dense = 2 * sum(math.prod(one.shape) for one in leaves if not one.experts and "embed" not in one.name)
     chosen = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
     cache = 2 * config.num_hidden_layers * batch * context * sum(math.prod(shape) for shape in config.cache_shapes)
-    return dense + (experts * chosen + cache) / ranks
+    return dense + experts * chosen / ranks + cache / (ranks if batch % ranks == 0 else 1)
 
 
 def filled(empty: Any, position: int, sharding: NamedSharding) -> Any:
@@ -83,13 +83,14 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     for length in case.prompts:
         prefill, _ = model.decoder(config, how, length)
         ids = jnp.asarray(rng.integers(config.vocab_size, size=(1, length)), jnp.int32)
-        times = in_turns({"": lambda run=prefill, ids=ids: run(params, ids, key)[0]}, run.options.repeats, 1)
+        times = in_turns({"": lambda call=prefill, ids=ids: call(params, ids, key)[0]}, run.options.repeats, 1)
         yield row(f"prefill, 1 x {length:,}", length, times[""], None)
 
     def lowered(batch: int) -> tuple[Any, Any]:
-        """A step, lowered, and the shapes of its cache."""
-        empty = jax.eval_shape(lambda: model.empty_cache(config, how, batch, case.context + case.steps))
-        step = model.decoder(config, how, case.context + case.steps).step
+        """A step, lowered, and the shapes of its cache, which has room for the two steps that are traced."""
+        length = case.context + case.steps + 2
+        empty = jax.eval_shape(lambda: model.empty_cache(config, how, batch, length))
+        step = model.decoder(config, how, length).step
         return step.lower(params, jax.ShapeDtypeStruct((batch,), jnp.int32), empty, key), empty
 
     lowered_steps, empty_caches = zip(*map(lowered, case.batches), strict=True)
@@ -127,7 +128,8 @@ def cases(run: Run) -> list[Case]:
 
 
 def notes(run: Run) -> Iterator[str]:
-    yield "medians of one compiled step; the host reads a step's tokens while the next step runs"
+    yield "a step: median of consecutive steps of one run; the host reads the tokens of one while the next runs"
+    yield "the bound takes even routing; routers of random weights may choose fewer experts"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

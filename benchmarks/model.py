@@ -75,9 +75,8 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model with `layers` layers. `sequences` is per device and micro-batch. `skewed`: some experts are popular,
-    otherwise all are alike. The routers' own choices would not do: those of random weights are less even in each
-    further layer."""
+    """A model with `layers` layers. `sequences` counts those of one device and micro-batch. `skewed`: some experts are
+    popular. Experts are drawn, because the routers of random weights choose less evenly in each further layer."""
 
     layers: int
     sequences: int
@@ -153,7 +152,7 @@ def drawn_ids(tokens: int, top_k: int, experts: int, skewed: bool) -> np.ndarray
 
 
 def with_drawn_ids(moe_mlp: Callable[..., Any], skewed: bool) -> Callable[..., Any]:
-    """The layer with `drawn_ids` instead of the router's, and the router's weights."""
+    """The layer with `drawn_ids` instead of the router's, the same in each layer and on each rank."""
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> Any:
         total = options["group"].size * experts.down.shape[0]
@@ -187,7 +186,9 @@ def note_layer(case: Case, run: Run) -> None:
     """Estimates from two depths what a layer adds to a step, and what 48 layers take."""
     deeper = dataclasses.replace(case, layers=2 * case.layers, quick=True)
     for name, (deep, remat) in _steps.get(deeper, {}).items():
-        shallow, other = _steps[case].get(name, (0.0, ""))
+        shallow, other = _steps[case].get(name, (0.0, None))
+        if other is None:
+            continue
         if other != remat:
             run.note(f"{name}: the two depths recompute different parts, so the time of a layer is not known")
             continue
@@ -315,9 +316,11 @@ def notes(run: Run) -> Iterator[str]:
     yield f"medians of {run.options.repeats} turns, both models in turns; a gradient is of one micro-batch"
     yield "AdamW with float32 weights; working copies in bfloat16 are made once a step"
     yield "remat: what each layer keeps for the backward pass, by the names of `layers.REMAT`"
-    yield f"rows have room for {CAPACITY_FACTOR} times the even load, of a GPU in jax_ep and of an expert in plain JAX"
+    room = "of a GPU in jax_ep, from one rank to one expert in plain JAX"
+    yield f"rows have room for {CAPACITY_FACTOR} times the even load, {room}"
     yield "the scan over layers is unrolled"
     yield "ids are drawn instead of the router's, evenly, or skewed by a log-normal popularity of experts"
+    yield "without the losses of routers; GiB as XLA plans operands and temporaries"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
         "--remat",
         choices=REMAT,
         default="none",
-        help="recompute all but these of a layer, or whole layers [%(default)s]",
+        help="what each layer keeps for the backward pass, see models.layers.REMAT [%(default)s]",
     )
     of.add_argument("--out", type=Path, default=Path("trained"), help="checkpoints, plot and model [%(default)s]")
     of.add_argument("--keep-every", type=int, default=100, help="steps between checkpoints [%(default)s]")

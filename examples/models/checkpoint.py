@@ -96,13 +96,13 @@ class Parameter:
     """One array of a model, and the tensors of a checkpoint that hold it.
 
     Attributes:
-      name: of the tensor; {layer} and {expert} in it stand for a number: then each tensor holds one of them.
+      name: of the tensor. If it has {layer} or {expert}, which stand for a number, each tensor holds one of them.
       shape: with the layers as first axis if {layer} is in the name, and then the experts, of the whole model.
       swapped: the last two axes of the tensors are in the other order.
-      half: 0 or 1: the array has the even or odd columns of the tensor, which another parameter shares.
+      half: the tensor interleaves two arrays by column. 0 takes the even columns, 1 the odd ones.
       first: the number of the first layer.
       experts: the axis after the layers counts experts, and is sharded.
-      fixed: float32 or, of float8 weights, their bits, whatever the dtype of the model.
+      fixed: the dtype of this array, whatever the model's dtype: float32, or uint8 for the bits of float8 values.
       init: the standard deviation of random values; None is 1 / sqrt(fan in).
     """
 
@@ -180,7 +180,7 @@ class Stack(NamedTuple):
 
 
 class Tensors:
-    """The tensors of a folder of safetensors, by name; in float8 and MXFP4, too, as the floats that they stand for.
+    """Reads the tensors of a folder of safetensors by name. Float8 and MXFP4 values are returned as floats.
 
     The headers are read here, because numpy has no float8 that the safetensors library would return.
     """
@@ -279,7 +279,9 @@ def load(
     """
     tensors = Tensors(folder)
     leaves = jax.tree.leaves(layout)
-    wanted = {name for one in leaves for layer in range(one.layers or 1) for name in one.names(layer)}
+    wanted = {
+        name for one in leaves for layer in range(1 if one.layers is None else one.layers) for name in one.names(layer)
+    }
     stored = {each for name in wanted for each in tensors.stored(name)}
     if unknown := [name for name in tensors.header if name not in stored and not skip(name)]:
         raise ValueError(f"{tensors.folder}: no parameter of the model has the tensors {sorted(unknown)}")
@@ -289,9 +291,12 @@ def load(
 def _load_one(one: Parameter, tensors: Tensors, sharding: NamedSharding, dtype: DTypeLike) -> jax.Array:
     dtype = np.dtype(one.fixed or dtype)
 
-    def part(index: Index | None) -> np.ndarray:
-        if one.layers is None or not index:
-            return one.read(tensors, 0, index or ()).astype(dtype)
+    if one.layers == 0:
+        return jax.device_put(np.zeros(one.shape, dtype), sharding)
+
+    def part(index: Index) -> np.ndarray:
+        if one.layers is None:
+            return one.read(tensors, 0, index).astype(dtype)
         layers = range(*index[0].indices(one.layers))
         return np.stack([one.read(tensors, layer, index[1:]).astype(dtype) for layer in layers])
 
@@ -301,7 +306,8 @@ def _load_one(one: Parameter, tensors: Tensors, sharding: NamedSharding, dtype: 
 def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]) -> None:
     """Writes a checkpoint in the dtype of the parameters: one file for each layer, and one for what is of none.
 
-    All processes call it; the first one writes. Weights in float8 or MXFP4 are written as what they were loaded as.
+    All processes call it; the first one writes. Weights that were loaded from MXFP4 are written as the floats that they
+    became.
     """
     from safetensors.numpy import save_file
 

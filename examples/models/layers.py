@@ -30,13 +30,14 @@ def keep_attention(primitive: Any, *operands: Any, **params: Any) -> bool:
     return bool(products) or attends or KEEP_EXCHANGES(primitive, *operands, **params)
 
 
-# Policies for `Run(remat=)`, by what the backward pass computes again.
+# Policies for `Run(remat=)`, from the one that takes most memory. Each but the first and the last is named after what
+# it keeps for the backward pass, besides what those behind it keep.
 REMAT = {
-    "none": None,
-    "attention": keep_attention,  # what is computed by element, such as norms; XLA's attention, which has no name
-    "exchanges": KEEP_EXCHANGES,  # all but the exchange and the experts' products
-    "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),  # all but the experts' products
-    "layers": jax.checkpoint_policies.nothing_saveable,  # everything
+    "none": None,  # recomputes nothing
+    "attention": keep_attention,  # keeps dense products and cuDNN's attention; XLA's attention is recomputed
+    "exchanges": KEEP_EXCHANGES,
+    "products": jax.checkpoint_policies.save_only_these_names("jax_ep_products"),  # of the experts
+    "layers": jax.checkpoint_policies.nothing_saveable,  # recomputes whole layers
 }
 
 
@@ -96,7 +97,10 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What all layers keep. They are no stacked arrays, of which XLA would copy a slice for each product."""
+    """What all layers keep. Each layer has arrays of its own, because attention would copy its slice of stacked ones.
+
+    A cache that has tokens takes exactly one more at a time. This is not checked.
+    """
 
     kept: tuple[tuple[jax.Array, ...], ...]  # by layer, as of `LayerCache`
     position: jax.Array
@@ -118,7 +122,7 @@ OfLayer = tuple[jax.Array, LayerCache | None, Any]  # the same of one layer
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions: RoFormer (2021), and YaRN (2023) if `factor` is not 1. Fields are those of config.json."""
+    """Rotary positions: RoFormer (2021), or YaRN (2023) by `rope_type`. Fields are those of config.json."""
 
     rope_theta: float
     rope_type: Literal["default", "yarn"] = "default"
@@ -134,6 +138,8 @@ class Rope:
     def __post_init__(self) -> None:
         if self.rope_type not in ("default", "yarn"):
             raise ValueError(f"config.json: rope_type must be 'default' or 'yarn', got {self.rope_type!r}")
+        if self.rope_type == "default" and self.factor != 1:
+            raise ValueError(f"config.json: factor must be 1 with rope_type 'default', got {self.factor}")
 
     def magnitude(self, mscale: float) -> float:
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -170,7 +176,8 @@ class Rope:
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bool = False) -> jax.Array:
-    """[B, S, heads, D], rotated in pairs of dimensions (i, i + D / 2), or (2 i, 2 i + 1) where they are interleaved."""
+    """[B, S, heads, D], rotated in pairs of dimensions (i, i + D / 2), or (2 i, 2 i + 1) where they are interleaved.
+    The result has the members of a pair at i and i + D / 2."""
     cosine, sine = angles
     wide = x.astype(jnp.float32)
     a, b = (wide[..., ::2], wide[..., 1::2]) if interleaved else jnp.split(wide, 2, axis=-1)
@@ -234,8 +241,8 @@ def attention(
       window: a token attends to so many tokens, its own among them.
       sinks: [N], logits that take part in each softmax and have no value.
 
-    A sink is one more key with a value of zeros. One more dimension holds its logit, so its gradient is one of q, in
-    any implementation.
+    A sink is a key whose value is zero. Its logit lies in a further column of q, so its gradient flows through q in any
+    implementation.
     """
     width, length = v.shape[-1], q.shape[1]
     if cache is not None and length == 1:
@@ -252,9 +259,8 @@ def attention(
     def dot_product(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
         implementation = run.attention
         if implementation == "auto":
-            on_gpu = run.group.mesh.devices.flat[0].platform == "gpu"
             fits = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and sinks is None
-            implementation = "cudnn" if on_gpu and fits and mask is None else "xla"
+            implementation = "cudnn" if run.group.platform == "cuda" and fits and mask is None else "xla"
         if sinks is not None:
             dim = q.shape[-1] - 8
             # cuDNN has even lengths, so a key that no token sees stands in front of the sink.

@@ -42,9 +42,9 @@ def peak_flops(device: Any) -> float | None:
 
 
 def flops_per_token(config: Any, length: int) -> float:
-    """The floating point operations per token of a training step without rematerialization. Each matrix that a token
-    meets, including the head, counts three products. Attention counts as causal over `length` tokens, also in layers
-    with a window."""
+    """The floating point operations per token of a training step without rematerialization. Each array that a token
+    meets, including the head, counts three products; norms and biases are too small to matter. Attention counts as
+    causal over `length` tokens, also in layers with a window."""
     matrices: list[Parameter] = [one for one in jax.tree.leaves(config.layout()) if len(one.shape) > 1]
     met = sum(
         math.prod(one.shape) * (config.num_experts_per_tok / one.shape[1] if one.experts else 1)
@@ -116,7 +116,10 @@ def make_train_step(
     balance: float = 1e-3,
     z: float = 0.0,
 ) -> TrainStep:
-    """A jitted step on [M, B, S + 1] tokens of M micro-batches, whose gradients are added up in float32."""
+    """A jitted step on [M, B, S + 1] tokens of M micro-batches, whose gradients are added up in float32.
+
+    Gradients of one micro-batch are in `run.dtype`. The step donates its state. `state` tells it where arrays lie.
+    """
 
     def of_micro_batch(working: Any, batch: jax.Array) -> tuple[Any, Metrics]:
         def scalar(working: Any) -> Any:
