@@ -294,7 +294,8 @@ def _load_one(one: Parameter, tensors: Tensors, sharding: NamedSharding, dtype: 
     if one.layers == 0:
         return jax.device_put(np.zeros(one.shape, dtype), sharding)
 
-    def part(index: Index) -> np.ndarray:
+    def part(index: Index | None) -> np.ndarray:
+        assert index is not None  # JAX's type has None for arrays without axes
         if one.layers is None:
             return one.read(tensors, 0, index).astype(dtype)
         layers = range(*index[0].indices(one.layers))
