@@ -144,7 +144,7 @@ def test_a_terminal_stops_no_process() -> None:
     with subprocess.Popen(command, **options) as process:
         os.close(launched)
         try:
-            assert process.wait(60) == 0
+            assert process.wait(200) == 0
         finally:
             process.kill()
     assert os.read(terminal, 10_000).count(b"said") == 2
