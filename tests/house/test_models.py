@@ -347,24 +347,15 @@ def test_devices_add_up_the_gradient_of_a_head_once(open_group: OpenGroup, rng: 
 
     program = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(x, head).compile()
     lines = [line for line in (program.as_text() or "").splitlines() if COLLECTIVES.search(line)]
-    assert sum(bool(re.search(r"f32\[(5,9|9,5|45)\]", line)) for line in lines) == 1, lines
+    assert sum("f32[5,9]" in line for line in lines) == 1, lines
     assert_near(program(x, head), jax.value_and_grad(losses.next_token_loss, (0, 1))(x, head, targets), 1e-6)
 
 
+@pytest.mark.parametrize(("count", "unroll"), [(2, 1), (2, 2), (1, 1)])
 @pytest.mark.parametrize(
-    ("remat", "times", "count", "unroll"),
-    [
-        ("none", 1, 2, 1),
-        ("attention", 1, 2, 1),
-        ("exchanges", 1, 2, 1),
-        ("exchanges", 1, 2, 2),
-        ("products", 2, 2, 1),
-        ("products", 2, 2, 2),
-        ("products", 2, 1, 1),
-        ("layers", 2, 1, 1),
-    ],
+    ("remat", "times"), [("none", 1), ("attention", 1), ("exchanges", 1), ("products", 2), ("layers", 2)]
 )
-def test_what_a_policy_recomputes(remat: str, times: int, count: int, unroll: int, open_group: OpenGroup) -> None:
+def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: int, open_group: OpenGroup) -> None:
     """Layers, whose dispatch is in the program once, or again in the backward pass. XLA removes a loop of one turn."""
     config, group = dataclasses.replace(config_of("qwen3_moe"), num_hidden_layers=count), open_group(2)
     run = run_of(group, unroll=unroll, remat=layers.REMAT[remat])

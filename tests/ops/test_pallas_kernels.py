@@ -211,12 +211,15 @@ MANY = jax.ShapeDtypeStruct((2**31 - 64,), np.int32)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grouped_matmul", PRODUCT | {"lhs": zeros((4,))}, r"lhs must have shape \[M, K\], got \(4,\)"),
     ("grouped_matmul", PRODUCT | {"group_sizes": FOUR[None]}, r"group_sizes must have shape \[G\], got \(1, 4\)"),
-    ("grouped_matmul", PRODUCT | {"rhs": (zeros((2, 4, 8)),)}, r"rhs must be .* with K = 8, got \(2, 4, 8\)"),
+    ("grouped_matmul", PRODUCT | {"rhs": (zeros((2, 4, 8)),)}, r"rhs must be \[G, K, N\] with K = 8, got \(2, 4, 8\)"),
     ("grouped_matmul", PRODUCT | {"unit": jnp.multiply}, "rhs must be two matrices with a unit, otherwise one, got 1"),
     ("grouped_matmul", PRODUCT | {"keep_products": True}, "keep_products must be false where unit is None, got True"),
     ("grouped_matmul", PRODUCT | {"shared_bytes": 4095}, "shared_bytes must be at least 4096, got 4095"),
     ("sum_segments", SEGMENTS | {"values": zeros((4,))}, r"values must have shape \[N, D\], got \(4,\)"),
-    ("sum_segments", SEGMENTS | {"values": FOUR[:, None]}, "values must be of dtype bfloat16, .*, float32, got int32"),
+    (
+        *("sum_segments", SEGMENTS | {"values": FOUR[:, None]}),
+        "values must be of dtype bfloat16, float16, float32, got int32",
+    ),
     ("sum_segments", SEGMENTS | {"starts": FOUR[:0]}, "starts must have at least one element"),
     ("sum_segments", SEGMENTS | {"scale": zeros((3,))}, r"scale must have shape \[S\] = \(2,\), got \(3,\)"),
     ("sum_segments", SEGMENTS | {"order": zeros((4,))}, "order must be of dtype integer, got float32"),
@@ -236,5 +239,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "given", "match"), REFUSED)
 def test_what_is_refused(name: str, given: dict[str, Any], match: str) -> None:
     call = getattr(pallas_kernels, name)
-    with pytest.raises((TypeError, ValueError), match=f"^{name}: {match}"):
+    kinds = ValueError if name == "grouped_matmul" else (TypeError, ValueError)
+    with pytest.raises(kinds, match=f"^{name}: {match}"):
         jax.eval_shape(call, **given) if name == "sum_segments" else call(**given)

@@ -198,11 +198,13 @@ def test_gradients_have_the_same_bits_each_time(rng: Rng) -> None:
 
 
 @pytest.mark.usefixtures("core")
-def test_vmap_of_the_indices(rng: Rng) -> None:
-    first, *others = (draw(rng, Case(30, 16, 24, (10, 5, 12), of=7), BFLOAT16) for _ in range(3))
-    batch = [first, *(first._replace(indices=other.indices) for other in others)]
-    given = first._replace(indices=np.stack([each.indices for each in batch]))
-    found = jax.jit(jax.vmap(product_and_gradients, in_axes=(None, None, None, 0, None)))(*given)[0]
+@pytest.mark.parametrize("name", ["indices", "lhs"])
+def test_vmap_of_one_operand(name: str, rng: Rng) -> None:
+    drawn = [draw(rng, Case(30, 16, 24, (10, 5, 12), of=7), BFLOAT16) for _ in range(3)]
+    batch = [drawn[0]._replace(**{name: getattr(each, name)}) for each in drawn]
+    given = drawn[0]._replace(**{name: np.stack([getattr(each, name) for each in drawn])})
+    axes = tuple(0 if each == name else None for each in Operands._fields)
+    found = jax.jit(jax.vmap(product_and_gradients, in_axes=axes))(*given)[0]
     for mine, each in zip(found, batch, strict=True):
         assert_near(mine, exact(*each)[0], magnitudes(*each)[0])
 
