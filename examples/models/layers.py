@@ -445,5 +445,15 @@ def scan_layers(
 
 
 def embed(table: jax.Array, ids: jax.Array, run: Run) -> jax.Array:
-    """[B, S] -> [B, S, H]."""
-    return run.constrain(run.constrain(table, P())[ids], run.rows(*ids.shape))
+    """[B, S] -> [B, S, H] in the dtype of `table`.
+
+    Each device adds up a token's gradients in float32, because 16 bits lose those of a frequent token. The sums are
+    rounded to the dtype of `table`, then added up over the devices.
+    """
+    spec = run.rows(*ids.shape)
+
+    def of_device(table: jax.Array, ids: jax.Array) -> jax.Array:
+        mine = jax.lax.pcast(table, run.group.mesh.axis_names, to="varying") if spec else table
+        return mine.astype(jnp.float32)[ids].astype(table.dtype)
+
+    return jax.shard_map(of_device, mesh=run.group.mesh, in_specs=(P(), spec), out_specs=spec)(table, ids)

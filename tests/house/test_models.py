@@ -312,6 +312,17 @@ def test_values_and_gradients_of_attention(
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_frequent_token_keeps_its_gradient(size: int, open_group: OpenGroup, rng: Rng) -> None:
+    """A running sum in bfloat16 would stay near 256, because the next number there is 258."""
+    run = layers.Run(open_group(size))
+    ids = np.where(rng.random((2, 1024)) < 0.8, 3, rng.integers(8, size=(2, 1024)))
+    table = jnp.zeros((8, 16), jnp.bfloat16)
+    found = jax.jit(jax.grad(lambda table: layers.embed(table, jnp.asarray(ids), run).astype(jnp.float32).sum()))(table)
+    counts = np.bincount(ids.ravel(), minlength=8)
+    np.testing.assert_allclose(found.astype(jnp.float32), np.tile(counts[:, None], 16), rtol=2**-7)
+
+
 @pytest.mark.parametrize("chunk", [2, 3, 100])
 def test_the_loss_of_a_head(chunk: int, rng: Rng) -> None:
     x, head = (rng.standard_normal(shape) for shape in ((10, 6), (6, 9)))
