@@ -97,8 +97,19 @@ class Announcer {
     const int chunk = chunks_.chunk_of(row);
     if (chunk != chunk_) announce(written_, mover);
     chunk_ = chunk;
-    put_ += items;
+    put_ += items + (chunk == without_chunk_ ? without_ : 0);
+    without_ = chunk == without_chunk_ ? 0 : without_;
     written_ = mover.puts();
+  }
+
+  // The item of `row` needs no put. It is counted with the next put of its chunk, because rows of the chunk before may
+  // still be under way.
+  template <class Mover>
+  JAX_EP_FN void without_put(int row, Mover& mover) {
+    const int chunk = chunks_.chunk_of(row);
+    if (chunk != without_chunk_ && without_ > 0) after(chunks_.chunk(without_chunk_).begin, mover, 0);
+    without_chunk_ = chunk;
+    ++without_;
   }
 
   // An item of `row` was begun. This completes the item begun before it.
@@ -124,6 +135,7 @@ class Announcer {
   JAX_EP_FN void finish(Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = -1;
+    if (without_ > 0) after(chunks_.chunk(without_chunk_).begin, mover, 0);
     announce(mover.puts(), mover);
     if (chunks_.chunk(chunks_.chunks - 1).end * row_items_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
@@ -143,6 +155,7 @@ class Announcer {
   const Chunks& chunks_;
   const int row_items_;
   int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
+  int without_chunk_ = 0, without_ = 0;  // items of a chunk that need no put, and are not counted yet
 };
 
 }  // namespace jax_ep
