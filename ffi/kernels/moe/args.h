@@ -29,9 +29,13 @@ constexpr bool routes_by_assignments(int num_tokens, int top_k) {
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
 // All tokens are eager if they are routed by assignments, or decoded on arrival, which needs landing slots anyway.
-constexpr int eager_tokens(int num_tokens, int top_k, Wire wire) {
-  const bool all = routes_by_assignments(num_tokens, top_k) || wire == Wire::float8;
-  return all || num_tokens < kEagerTokens ? num_tokens : kEagerTokens;
+// Otherwise as many are eager as travel while the routing is computed. If many tokens have short rows, this takes
+// longer.
+constexpr int eager_tokens(int num_tokens, int top_k, int64_t row_bytes, Wire wire) {
+  if (routes_by_assignments(num_tokens, top_k) || wire == Wire::float8) return num_tokens;
+  const int eighth = num_tokens / 8 / kEagerStep * kEagerStep;
+  const int most = row_bytes > kShortRowBytes ? kEagerTokens : std::clamp(eighth, kEagerTokens, kMostEagerTokens);
+  return std::min(num_tokens, most);
 }
 
 // Shapes as in jax_ep.dispatch: T tokens, top-K, H hidden, E experts, C capacity, R ranks, L = E / R. M is C if the op
@@ -167,7 +171,7 @@ struct OpSpec<DispatchArgs> : OpDefaults {
   }
   static void complete(Args& args, int, bool) {
     args.by_assignments = routes_by_assignments(args.num_tokens, args.top_k);
-    args.eager = args.expand ? eager_tokens(args.num_tokens, args.top_k, args.wire) : args.num_tokens;
+    args.eager = args.expand ? eager_tokens(args.num_tokens, args.top_k, row_bytes(args), args.wire) : args.num_tokens;
   }
   static std::optional<std::string> validate(const Args& args, int ranks) {
     if (args.num_experts % ranks)

@@ -11,7 +11,8 @@
 
 namespace jax_ep {
 
-static_assert(kEagerTokens % Coop::lanes == 0, "groups must not have both eager tokens and others");
+static_assert(kEagerTokens % Coop::lanes == 0 && kEagerStep % Coop::lanes == 0,
+              "groups must not have both eager tokens and others");
 
 // Whether an op of `tokens` tokens can take its items in groups. An item has `top_k` assignments and needs `width`
 // lanes.
