@@ -3,8 +3,9 @@
 // times its weights. With more ranks than GPUs, only configurations that leave room for all of a GPU's ranks are timed.
 //
 //   cmake -S tests -B build && cmake --build build --target kernels_bench
-//   build/kernels_bench [ranks [few | planned]]: few tokens alone; or the launches that users get
-//   build/kernels_bench ranks T H K E: one shape
+//   build/kernels_bench [ranks [few | planned | T H K E]]
+//
+// few: few tokens alone. planned: the launches that users get. T H K E: one shape.
 #include <cmath>
 #include <cstdio>
 #include <string>
@@ -135,6 +136,10 @@ void run(int n, const Shape& s, const Launches& dispatches = {}, const Launches&
 int main(int argc, char** argv) {
   const int n = argc > 1 ? std::atoi(argv[1]) : gpu_count();
   const std::string what = argc == 3 ? argv[2] : "";
+  if (n < 1 || (argc > 3 && argc != 6) || !(what.empty() || what == "few" || what == "planned")) {
+    std::fprintf(stderr, "usage: kernels_bench [ranks [few | planned | T H K E]]\n");
+    return 1;
+  }
   const Shape v3{4096, 7168, 8, 256}, few{128, 7168, 8, 256};
   // An expert has as many rows as on eight ranks of Qwen3-30B, Qwen3-Next and V3.
   std::vector<Shape> shapes{{32768, 2048, 2, 32}, {40960, 2048, 2, 128}, {16384, 7168, 2, 64}};
@@ -157,10 +162,10 @@ int main(int argc, char** argv) {
     for (int senders = 2; senders <= 7; ++senders) dispatches.push_back({ctas, 256, senders, kStream});
     for (int senders = 2; senders <= 8; ++senders) combines.push_back({ctas, 256, senders, kStream});
   }
-  if (argc > 5) shapes = {{std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])}};
+  if (argc == 6) shapes = {{std::atoi(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5])}};
   if (what.empty())
     for (const Shape& shape : shapes) run(n, shape, dispatches, combines);
-  if (argc > 5) return 0;
+  if (argc == 6) return 0;
   run(n, {3, 2880, 4, 128}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
   if (what.empty()) {
     run(n, {700, 8, 8, 64}, {{24, 256, 6, kMove}}, {{24, 256, 6, kStream}});
