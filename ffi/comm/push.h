@@ -81,10 +81,10 @@ class PushItems {
   uint64_t patience_ns_ = kJoinNs;
 };
 
-// Counts the items that this coop has put, and raises a chunk's flag when its items are written. It waits for items
-// only after the next ones have started, so that the link stays busy. All lanes call. Rows may be passed to after() in
-// any order, and to begun() and skipped() only in increasing order until finish(). `Chunks` has chunks, chunk() and
-// chunk_of().
+// Adds the items that this coop has put to the counts of their chunks, once they are written. The coop that completes a
+// count raises the chunk's flag. Items are waited for only after the next ones have started, so that the link stays
+// busy. All lanes call. Rows may be passed to after() in any order, and to begun() and skipped() only in increasing
+// order until finish(). `Chunks` has chunks, chunk() and chunk_of(). A row has `row_items` items.
 template <class Chunks>
 class Announcer {
  public:
@@ -96,18 +96,18 @@ class Announcer {
   JAX_EP_FN void after(int row, Mover& mover, int items = 1) {
     const int chunk = chunks_.chunk_of(row);
     if (chunk != chunk_) announce(written_, mover);
+    if (without_chunk_ < chunk) announce_without_put();
     chunk_ = chunk;
     put_ += items + (chunk == without_chunk_ ? without_ : 0);
     without_ = chunk == without_chunk_ ? 0 : without_;
     written_ = mover.puts();
   }
 
-  // The item of `row` needs no put. It is counted with the next put of its chunk, because rows of the chunk before may
-  // still be under way.
-  template <class Mover>
-  JAX_EP_FN void without_put(int row, Mover& mover) {
+  // The item of `row` needs no put. It is counted with the next put of its chunk, or before the next item of a later
+  // chunk. Rows of the chunk before may still be under way, and are not waited for.
+  JAX_EP_FN void without_put(int row) {
     const int chunk = chunks_.chunk_of(row);
-    if (chunk != without_chunk_ && without_ > 0) after(chunks_.chunk(without_chunk_).begin, mover, 0);
+    if (chunk != without_chunk_) announce_without_put();
     without_chunk_ = chunk;
     ++without_;
   }
@@ -135,7 +135,7 @@ class Announcer {
   JAX_EP_FN void finish(Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = -1;
-    if (without_ > 0) after(chunks_.chunk(without_chunk_).begin, mover, 0);
+    announce_without_put();
     announce(mover.puts(), mover);
     if (chunks_.chunk(chunks_.chunks - 1).end * row_items_ == 0)
       for (int chunk = 0; chunk < chunks_.chunks; ++chunk) op_.deliver(chunk, 0, 0);
@@ -146,9 +146,16 @@ class Announcer {
   JAX_EP_FN void announce(int puts, Mover& mover) {
     if (put_ == 0) return;
     mover.complete_to(puts);
-    const Range rows = chunks_.chunk(chunk_);
-    op_.deliver(chunk_, put_, (rows.end - rows.begin) * row_items_);
+    deliver(chunk_, put_);
     put_ = 0;
+  }
+  JAX_EP_FN void announce_without_put() {
+    if (without_ > 0) deliver(without_chunk_, without_);
+    without_ = 0;
+  }
+  JAX_EP_FN void deliver(int chunk, int items) {
+    const Range rows = chunks_.chunk(chunk);
+    op_.deliver(chunk, items, (rows.end - rows.begin) * row_items_);
   }
 
   Op& op_;

@@ -29,8 +29,8 @@ constexpr bool routes_by_assignments(int num_tokens, int top_k) {
 
 // The number of eager tokens, which travel to landing slots before their rows are known, like eager messages in MPI.
 // All tokens are eager if they are routed by assignments, or decoded on arrival, which needs landing slots anyway.
-// Otherwise as many are eager as travel while the routing is computed. If many tokens have short rows, this takes
-// longer.
+// Otherwise as many are eager as travel while the routing is computed. Routing many tokens takes longer, so more of
+// them are eager if rows are short.
 constexpr int eager_tokens(int num_tokens, int top_k, int64_t row_bytes, Wire wire) {
   if (routes_by_assignments(num_tokens, top_k) || wire == Wire::float8) return num_tokens;
   const int eighth = num_tokens / 8 / kEagerStep * kEagerStep;

@@ -103,7 +103,7 @@ JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens,
     const int token = stolen;
     stolen = -1;
     if (token >= 0) return op.may_push() ? token : -1;
-    return tokens.next([&](int token) { announcer.without_put(token, mover); });
+    return tokens.next([&](int token) { announcer.without_put(token); });
   };
   do {
     mover.move(
