@@ -89,7 +89,7 @@ inline Rank make_rank(const Shape& s, int rank, int ranks) {
   d.dropped = r.array<int32_t>(1), d.invalid = r.array<int32_t>(1);
   d.route_scratch = r.array<int32_t>(route_scratch_ints(s.experts, kMaxRanks, /*drop=*/false));
   d.landing = r.array<char>(ranks * s.tokens * row);
-  d.by_assignments = routes_by_assignments(s.tokens, s.top_k),
+  d.by_assignments = routes_by_assignments(s.tokens, s.top_k);
   d.eager = eager_tokens(s.tokens, s.top_k, row_bytes(d), Wire::plain);
   r.dispatch_float8 = d;
   r.dispatch_float8.wire = Wire::float8, r.dispatch_float8.eager = s.tokens;

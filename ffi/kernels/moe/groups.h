@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-static_assert(kEagerTokens % Coop::lanes == 0 && kEagerStep % Coop::lanes == 0,
+static_assert(kEagerStep % Coop::lanes == 0 && kEagerTokens % kEagerStep == 0 && kMostEagerTokens % kEagerStep == 0,
               "groups must not have both eager tokens and others");
 
 // Whether an op of `tokens` tokens can take its items in groups. An item has `top_k` assignments and needs `width`
