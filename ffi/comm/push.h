@@ -119,16 +119,6 @@ class Announcer {
     begun_ = row;
   }
 
-  template <class Mover>
-  JAX_EP_FN void skipped(int row, Mover& mover) {
-    if (begun_ >= 0 && chunks_.chunk_of(row) != chunk_) {
-      mover.finish();
-      after(begun_, mover);
-      begun_ = -1;
-    }
-    after(row, mover);
-  }
-
   // Announces all items. If the op has no items, every sender announces all chunks, because it may be the only one that
   // runs.
   template <class Mover>

@@ -124,7 +124,7 @@ class Combine {
     if (put)
       announcer.begun(item.token, rows_);
     else
-      announcer.skipped(item.token, rows_);
+      announcer.without_put(item.token);
     if (args_.scalars && item.split == 0) push_scalars(item.source, item.token);
   }
 
