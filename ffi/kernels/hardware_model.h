@@ -10,7 +10,7 @@ namespace jax_ep {
 // A rule gives the sender warps of a CTA, for ops of at most `most_ctas` CTAs. The comment of a table lists its cases.
 struct SenderRule {
   int most_ctas;
-  int senders[3];  // by case
+  int senders[4];  // by case
 };
 constexpr int kSenderRules = 4, kAnyCtas = 1 << 30;
 
@@ -19,9 +19,11 @@ struct RowRates {
   int sm_percent = 73;  // 96 of 132 SMs, which leaves some to XLA's own collectives: kernels_bench 2, kernels_bench 4
   // kernels_bench 2, kernels_bench 4. Cases: two ranks; more ranks and rows above kShortRowBytes; more ranks and
   // others.
-  SenderRule dispatch[kSenderRules] = {{48, {4, 3, 2}}, {kAnyCtas, {2, 2, 2}}};
+  SenderRule dispatch[kSenderRules] = {{16, {6, 3, 2}}, {32, {5, 3, 2}}, {48, {4, 3, 2}}, {kAnyCtas, {2, 2, 2}}};
   SenderRule dispatch_few[kSenderRules] = {{31, {5, 3, 3}}, {64, {3, 2, 2}}, {kAnyCtas, {2, 2, 2}}};  // kEagerTokens
-  SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 5}}, {64, {5, 2, 2}}, {kAnyCtas, {3, 2, 2}}};
+  // The same. Cases: two ranks; more ranks; fewer than four rows a token, which leave little to receivers, and rows up
+  // to kShortRowBytes; the same and longer rows.
+  SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 6, 7}}, {64, {5, 2, 6, 5}}, {kAnyCtas, {3, 2, 5, 4}}};
   // The same. Cases by top_k / ranks, the mean rows of a token on a rank: at least 3; at least 1.5; less.
   SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 3}}, {48, {5, 5, 3}}, {kAnyCtas, {4, 4, 3}}};
   int few_senders = 4;              // for combine and float8 dispatch of few tokens

@@ -30,6 +30,10 @@ int case_of_dispatch(int ranks, const WorkSize& work) {
   if (ranks <= 2) return 0;
   return work.row_bytes > kShortRowBytes ? 1 : 2;
 }
+int case_of_float8(int ranks, const WorkSize& work) {
+  if (work.top_k < 4) return work.row_bytes > kShortRowBytes ? 3 : 2;
+  return ranks <= 2 ? 0 : 1;
+}
 int case_of_combine(int ranks, const WorkSize& work) {
   if (work.top_k >= 3 * ranks) return 0;
   return 2 * work.top_k >= 3 * ranks ? 1 : 2;
@@ -41,9 +45,9 @@ int senders(const RowShape& shape, const RowRates& rates, int ctas, int coops) {
   if (policy.senders == Senders::all) return coops;
   if (few_tokens && (combines || work.in_float8)) return rates.few_senders;
   if (combines) return find_senders(rates.combine, case_of_combine(ranks, work), ctas);
-  const int row_case = case_of_dispatch(ranks, work);
-  if (work.in_float8) return find_senders(rates.dispatch_float8, row_case, ctas);
-  return find_senders(work.items <= kEagerTokens ? rates.dispatch_few : rates.dispatch, row_case, ctas);
+  if (work.in_float8) return find_senders(rates.dispatch_float8, case_of_float8(ranks, work), ctas);
+  const auto& rules = work.items <= kEagerTokens ? rates.dispatch_few : rates.dispatch;
+  return find_senders(rules, case_of_dispatch(ranks, work), ctas);
 }
 
 int wanted_ctas(const RowShape& shape, const RowRates& rates, int all) {
