@@ -28,4 +28,6 @@ enum class OpKind : int32_t {
 // dtype. Byte-wise kernels only move rows, and are compiled once.
 #define JAX_EP_VALUE_KERNELS(X) \
   X(Float8DispatchArgs) X(Float8RowsDispatchArgs) X(CombineArgs) X(GroupedCombineArgs) X(SparseReduceArgs)
-#define JAX_EP_BYTE_KERNELS(X) X(PlainDispatchArgs) X(ScatterArgs) X(RaggedArgs) X(SparseUnionArgs)
+#define JAX_EP_BYTE_KERNELS(X) \
+  X(FewDispatchArgs)           \
+  X(GroupedDispatchArgs) X(PlainDispatchArgs) X(ScatterArgs) X(GroupedScatterArgs) X(RaggedArgs) X(SparseUnionArgs)

@@ -4,6 +4,7 @@
 //   move(next, bytes, fanout, source, sink, after): for every i that next() gives, until -1, copies the `bytes` at
 //     source(i) to the up to `fanout` addresses sink(i, k), then calls after(i, mover). Null sources and sinks move
 //     nothing. All lanes call together, each sink with a k of its own, and sink(i, k) right after source(i).
+//   acquire(): from here on, move() may read what a flag has announced. next() may call it.
 //   puts(), complete_to(puts): as in RowWriter.
 //
 // RowReader: from memory to shared memory, in batches that are requested ahead of time.

@@ -81,7 +81,17 @@ JAX_EP_CONSTANT_FN int64_t landing_slot_bytes(const DispatchArgs& a) {
   return a.wire == Wire::float8_rows ? (int64_t{a.hidden} + scale_row_bytes(a.hidden) + 15) / 16 * 16 : row_bytes(a);
 }
 
-struct PlainDispatchArgs : DispatchArgs {};
+// DispatchArgs for each kernel. The plain kernels have one routing each, which they name here: a shorter kernel is
+// faster where tokens are few.
+struct FewDispatchArgs : DispatchArgs {
+  static constexpr bool by_assignments = true;
+};
+struct GroupedDispatchArgs : DispatchArgs {  // for the kernel that takes tokens in groups
+  static constexpr bool by_assignments = false;
+};
+struct PlainDispatchArgs : DispatchArgs {
+  static constexpr bool by_assignments = false;
+};
 struct Float8DispatchArgs : DispatchArgs {};
 struct Float8RowsDispatchArgs : DispatchArgs {};
 
@@ -108,6 +118,9 @@ struct ScatterArgs {
   const int32_t* counts;    // [R, L], or null
   char* rows;               // [C, H]
 };
+
+// ScatterArgs for the kernel that takes tokens in groups.
+struct GroupedScatterArgs : ScatterArgs {};
 
 struct CombineArgs {
   DType dtype;

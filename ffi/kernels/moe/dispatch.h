@@ -8,6 +8,7 @@
 #include "comm/window.h"
 #include "kernels/moe/args.h"
 #include "kernels/moe/routing.h"
+#include "kernels/moe/row_groups.h"
 #include "kernels/moe/rows.h"
 #include "rows/float8_rows.h"
 #include "rows/wire.h"
@@ -144,33 +145,46 @@ JAX_EP_FN const char* token_at(const DispatchArgs& args, int token) {
 
 JAX_EP_FN WeightedRow<char> term(char* row) { return {row, 1.0f}; }
 
-// Tokens travel in their dtype. If the op expands, this rank's own eager tokens do not travel; expand() copies them.
+// Tokens travel in their dtype, one by one or in groups. If the op expands, this rank's own eager tokens do not travel;
+// expand() copies them.
+template <bool kGrouped>
 class PlainDispatch {
  public:
   JAX_EP_FN PlainDispatch(Op& op, const DispatchArgs& args)
       : op_(op), args_(args), bytes_(row_bytes(args)), landing_(op, args, size_of(args.dtype)), mover_(op.coop) {}
 
   JAX_EP_FN void push(const RoutedTokens& tokens) {
-    push_chunks(
-        op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k,
-        [&](int token, int k) { return landing_.packed(token, k); },
-        [&](int token) { return args_.tokens + token * bytes_; },
-        [&](int token, int k, int packed) { return landing_.at_peer(token, k, packed); }, [] {});
+    const auto packed = [&](int token, int k) { return landing_.packed(token, k); };
+    const auto source = [&](int token) { return args_.tokens + token * bytes_; };
+    const auto sink = [&](int token, int k, int packed) { return landing_.at_peer(token, k, packed); };
+    if constexpr (kGrouped)
+      push_groups(op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k, packed, source, sink, [] {});
+    else
+      push_chunks(
+          op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k, source,
+          [&](int token, int k) { return sink(token, k, packed(token, k)); }, [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) { pad_rows(op_, args_, args_.rows, bytes_, counts); }
 
   JAX_EP_FN void expand() {
     if (!args_.expand) return index();
-    if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
-      op_.enter(Phase::expand);
-      copy(op_.comm.rank, Stride{receiver.index, args_.eager, receiver.count},
-           [&](int token, int) { return args_.tokens + token * bytes_; });
+    if constexpr (kGrouped) {
+      const auto from = [&](int source, int token, int row) {
+        return source == op_.comm.rank ? args_.tokens + token * bytes_ : landing_.landed_at(source, token, row);
+      };
+      copy_arrivals(op_, mover_, args_.row_of, args_.num_tokens, args_.eager, args_.top_k, args_.rows, bytes_, from);
+    } else {
+      if (const Part receiver = op_.coop.receiver; !receiver.empty()) {
+        op_.enter(Phase::expand);
+        copy(op_.comm.rank, Stride{receiver.index, args_.eager, receiver.count},
+             [&](int token, int) { return args_.tokens + token * bytes_; });
+      }
+      for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+        const auto from = [&](int token, int row) { return landing_.landed_at(source, token, row); };
+        copy(source, {tokens.begin, tokens.end, 1}, from);
+      });
     }
-    for_each_arrival(op_, args_.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-      const auto from = [&](int token, int row) { return landing_.landed_at(source, token, row); };
-      copy(source, {tokens.begin, tokens.end, 1}, from);
-    });
     mover_.complete_to(mover_.puts());
   }
 
@@ -324,7 +338,11 @@ class Float8RowsDispatch {
 
 // Only declared: the class that runs a kernel, by the kernel's arguments.
 template <class T>
-PlainDispatch dispatch_of(const PlainDispatchArgs&);
+PlainDispatch<false> dispatch_of(const PlainDispatchArgs&);
+template <class T>
+PlainDispatch<false> dispatch_of(const FewDispatchArgs&);
+template <class T>
+PlainDispatch<true> dispatch_of(const GroupedDispatchArgs&);
 template <class T>
 Float8Dispatch<T> dispatch_of(const Float8DispatchArgs&);
 template <class T>
@@ -332,19 +350,23 @@ Float8RowsDispatch<T> dispatch_of(const Float8RowsDispatchArgs&);
 
 template <class T = NoFormat, class Args, class Dispatch = decltype(dispatch_of<T>(Args{}))>
 JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop& coop) {
+  constexpr bool kGrouped = std::is_same_v<Args, GroupedDispatchArgs>;
   const DispatchArgs& args = kernel_args;
   Op op(comm, coop, kind_of(args));
   const Results<DispatchArgs> results(args, comm.size);
   op.poison(results);
   post_dispatch(op, args);
-  if (args.by_assignments)
+  if (kernel_args.by_assignments)
     RoutingByAssignments(op, args).run();
   else
     RoutingByCounts(op, args).run();
   op.wait_posted();
   const RoutingResults routed(op, args);
   Dispatch dispatch(op, args);
-  if (op.ok() && !op.coop.sender.empty()) dispatch.push(RoutedTokens(op, args, routed));
+  if (op.ok() && !coop.sender.empty()) {
+    const int per_ticket = kGrouped ? group_items(args.num_tokens, args.top_k, coop.sender.count) : 1;
+    dispatch.push(RoutedTokens(op, args, routed, per_ticket));
+  }
   if (!op.coop.receiver.empty()) dispatch.pad(routed.counts());
   if (routed.all_placed())
     dispatch.expand();
@@ -353,11 +375,14 @@ JAX_EP_FN void run_kernel(const Comm& comm, const Args& kernel_args, const Coop&
   op.finish(results);
 }
 
-using DispatchKernel = std::variant<PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
+using DispatchKernel =
+    std::variant<FewDispatchArgs, GroupedDispatchArgs, PlainDispatchArgs, Float8DispatchArgs, Float8RowsDispatchArgs>;
 inline DispatchKernel kernel_of(const DispatchArgs& args, int, int) {
-  if (args.wire == Wire::plain) return PlainDispatchArgs{args};
+  if (args.wire == Wire::float8) return Float8DispatchArgs{args};
   if (args.wire == Wire::float8_rows) return Float8RowsDispatchArgs{args};
-  return Float8DispatchArgs{args};
+  if (args.by_assignments) return FewDispatchArgs{args};
+  if (takes_groups(args.num_tokens, args.top_k, row_bytes(args))) return GroupedDispatchArgs{args};
+  return PlainDispatchArgs{args};
 }
 
 }  // namespace jax_ep

@@ -7,7 +7,6 @@
 #include "comm/push.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/groups.h"
 #include "kernels/moe/segments.h"
 
 namespace jax_ep {
@@ -209,16 +208,12 @@ class RoutingResults {
   const Segments segments_;
 };
 
-// Hands out the tokens of a dispatch. The ticket of a token that is not eager waits for the rows of all tokens. There
-// are no more tokens once the op has failed.
+// Hands out the tokens of a dispatch, `per_ticket` at a time. The ticket of a token that is not eager waits for the
+// rows of all tokens. There are no more tokens once the op has failed.
 class RoutedTokens {
  public:
-  JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const RoutingResults& routed)
-      : op_(op),
-        routed_(routed),
-        eager_(args.eager),
-        items_(op, args.num_tokens, /*own_first=*/false,
-               args.wire == Wire::plain ? tokens_per_ticket(op, args.num_tokens, args.top_k, row_bytes(args)) : 1) {}
+  JAX_EP_FN RoutedTokens(Op& op, const DispatchArgs& args, const RoutingResults& routed, int per_ticket)
+      : op_(op), routed_(routed), eager_(args.eager), items_(op, args.num_tokens, /*own_first=*/false, per_ticket) {}
 
   JAX_EP_FN Range next_range() {
     const Range tokens = items_.next_range();

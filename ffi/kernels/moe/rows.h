@@ -9,7 +9,6 @@
 #include "comm/tickets.h"
 #include "comm/window.h"
 #include "kernels/moe/args.h"
-#include "kernels/moe/groups.h"
 #include "kernels/moe/layout.h"
 #include "rows/movers.h"
 
@@ -88,27 +87,26 @@ class RowSink {
   const LaneWindow<char> bases_;
 };
 
-// Pushes the tokens of `items`, which have values packed(token, k), from source(token) to sink(token, k, packed), and
-// announces their chunks. Calls before_last() before the last chunks are announced. Then pushes a token of
-// items.next_stolen(), and again those of `items`, until both are done.
-template <class Items, class Packed, class Source, class Sink, class BeforeLast>
+// Pushes the tokens of `items` from source(token) to the addresses sink(token, k), and announces their chunks. Calls
+// before_last() before the last chunks are announced. Then pushes a token of items.next_stolen(), and again those of
+// `items`, until both are done.
+template <class Items, class Source, class Sink, class BeforeLast>
 JAX_EP_FN void push_chunks(Op& op, RowMover& mover, Items items, int num_tokens, int64_t bytes, int top_k,
-                           Packed packed, Source source, Sink sink, BeforeLast before_last) {
+                           Source source, Sink sink, BeforeLast before_last) {
   op.enter(Phase::send);
   const TokenSchedule schedule(num_tokens);
   Announcer announcer(op, schedule);
-  Tokens tokens(op, items, top_k, takes_groups(num_tokens, top_k, bytes), packed, sink);
+  uint64_t issued = op.ask_abort();  // for the next token, which hides the latency of the load
   int stolen = -1;
   const auto next = [&] {
-    const int token = stolen;
+    const int token = stolen < 0 ? items.next() : stolen;
     stolen = -1;
-    if (token >= 0) return op.may_push() ? token : -1;
-    return tokens.next([&](int token) { announcer.without_put(token); });
+    const bool failed = op.take_abort(issued);
+    issued = op.ask_abort();
+    return failed ? -1 : token;
   };
   do {
-    mover.move(
-        next, bytes, top_k, source, [&](int token, int k) { return tokens.address(token, k); },
-        [&](int token, auto& rows) { announcer.after(token, rows); });
+    mover.move(next, bytes, top_k, source, sink, [&](int token, auto& rows) { announcer.after(token, rows); });
     before_last();
     announcer.finish(mover);
     stolen = items.next_stolen();
@@ -152,27 +150,69 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   announcer.finish(writer);
 }
 
-// Takes batches of tokens by ticket, waits for the chunk of each batch, and calls visit(source, tokens). All coops
-// together wait for every chunk of every peer, and, if `own`, of this rank.
+// A batch of tokens of a source that arrive together.
+struct Arrival {
+  int source, chunk;
+  Range tokens;
+};
+
+// The batches that all coops of this rank take by ticket, in the order of chunks, from every peer, and, if `own`, from
+// this rank.
+class Arrivals {
+ public:
+  JAX_EP_FN Arrivals(Op& op, int num_tokens, bool own, int most_tokens = kBatchTokens)
+      : op_(op),
+        sources_(op.comm.size - (own ? 0 : 1)),
+        schedule_(num_tokens, sources_, op.coop.count, most_tokens),
+        per_chunk_(sources_ * schedule_.batches()) {}
+
+  JAX_EP_FN int batches() const { return schedule_.chunks * per_chunk_; }
+  JAX_EP_FN int batch_tokens() const { return schedule_.batch_tokens; }
+  // The last chunk may have batches without tokens.
+  JAX_EP_FN Arrival batch(int ticket) const {
+    const int chunk = ticket / per_chunk_, index = ticket % per_chunk_ / sources_;
+    return {(op_.comm.rank + 1 + ticket % sources_) % op_.comm.size, chunk, schedule_.batch(chunk, index)};
+  }
+
+  JAX_EP_FN int chunk_of(int token) const { return schedule_.chunk_of(token); }
+
+  // Whether this coop has seen that the source's chunk is here.
+  JAX_EP_FN bool has_seen(int source, int chunk) {
+    if (chunk != latest_) seen_ = 0;
+    latest_ = chunk;
+    return seen_ >> source & 1;
+  }
+  // Whether the chunk is here for which has_seen() has just returned false. If `waits`, returns true once it is, or the
+  // op has failed.
+  JAX_EP_FN bool see(int source, bool waits) {
+    if (waits) {
+      op_.wait_delivered(source, latest_);
+      if (!op_.ok()) return true;
+    } else if (!op_.coop.broadcast(op_.is_raised(&op_.signal_pad->delivered[source][latest_]))) {
+      return false;
+    }
+    op_.enter(Phase::expand);
+    seen_ |= uint64_t{1} << source;
+    return true;
+  }
+
+ private:
+  Op& op_;
+  const int sources_;
+  const TokenSchedule schedule_;
+  const int per_chunk_;
+  int latest_ = -1;    // chunk
+  uint64_t seen_ = 0;  // a bit for each source whose latest chunk is here
+};
+
+// Calls visit(source, tokens) for each batch of Arrivals when it is here. All coops together wait for every chunk.
 template <class Visit>
 JAX_EP_FN void for_each_arrival(Op& op, int num_tokens, bool own, Visit visit) {
-  const int sources = op.comm.size - (own ? 0 : 1);
-  const TokenSchedule schedule(num_tokens, sources, op.coop.count);
-  const int per_chunk = sources * schedule.batches();
-  int latest = -1;               // chunk
-  uint64_t arrived_sources = 0;  // a bit per source whose latest chunk is here
-  for_each_ticket(op, schedule.chunks * per_chunk, [&](int ticket) {
-    const int chunk = ticket / per_chunk, batch = ticket % per_chunk / sources;
-    const int source = (op.comm.rank + 1 + ticket % sources) % op.comm.size;
-    if (chunk != latest) arrived_sources = 0;
-    latest = chunk;
-    if (!(arrived_sources >> source & 1)) {
-      op.wait_delivered(source, chunk);
-      if (!op.ok()) return;
-      op.enter(Phase::expand);
-      arrived_sources |= uint64_t{1} << source;
-    }
-    visit(source, schedule.batch(chunk, batch));
+  Arrivals arrivals(op, num_tokens, own);
+  for_each_ticket(op, arrivals.batches(), [&](int ticket) {
+    const Arrival batch = arrivals.batch(ticket);
+    if (!arrivals.has_seen(batch.source, batch.chunk)) arrivals.see(batch.source, /*waits=*/true);
+    if (op.ok()) visit(batch.source, batch.tokens);
   });
 }
 

@@ -1,9 +1,12 @@
 // scatter: sends rows along a known routing, for combine's backward pass, dispatch's tangent and dispatch across nodes.
 #pragma once
 
+#include <variant>
+
 #include "comm/op.h"
 #include "comm/push.h"
 #include "kernels/moe/args.h"
+#include "kernels/moe/row_groups.h"
 #include "kernels/moe/rows.h"
 #include "kernels/moe/segments.h"
 
@@ -35,26 +38,33 @@ JAX_EP_FN void pad(Op& op, const ScatterArgs& args, Bound* bound) {
   zero_padding(op, args, args.rows, row_bytes(args), counts);
 }
 
-// Hands out the tokens for push_chunks. If tokens are few, the constructor claims one for each of the first senders.
-// All other senders draw tickets. The wait for peers that follows hides the latency.
+// Hands out tokens one by one. If tokens are few, the constructor claims one for each of the first senders. All other
+// senders draw tickets. The wait for peers that follows hides the latency.
 class ScatteredTokens {
  public:
-  JAX_EP_FN ScatteredTokens(Op& op, int tokens, int top_k, int64_t row_bytes)
-      : items_(op, tokens, tokens <= kFewTokens, tokens_per_ticket(op, tokens, top_k, row_bytes)) {}
+  JAX_EP_FN ScatteredTokens(Op& op, int tokens) : items_(op, tokens, tokens <= kFewTokens) {}
 
   JAX_EP_FN int next() {
     const int token = items_.next();
     return items_.was_stolen(token) ? items_.next() : token;
   }
-  JAX_EP_FN Range next_range() { return items_.next_range(); }
   JAX_EP_FN int next_stolen() { return items_.next_stolen(); }
 
  private:
   PushItems items_;
 };
 
-template <class = NoFormat>
-JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
+template <bool kGrouped>
+JAX_EP_FN auto scattered_tokens(Op& op, const ScatterArgs& args) {
+  if constexpr (kGrouped)
+    return PushItems(op, args.num_tokens, /*own_first=*/false,
+                     group_items(args.num_tokens, args.top_k, op.coop.sender.count));
+  else
+    return ScatteredTokens(op, args.num_tokens);
+}
+
+template <bool kGrouped>
+JAX_EP_FN void run_scatter(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
   Op op(comm, coop, kind_of(args));
   const int64_t bytes = row_bytes(args);
   const Results<ScatterArgs> results(args, comm.size);
@@ -63,32 +73,57 @@ JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop&
   RowMover mover(coop);
   Bound targets(RoutingLeaf::targets, comm.size * args.capacity), rows(RoutingLeaf::row_of, args.capacity);
   if (!coop.sender.empty()) {
-    const ScatteredTokens tokens(op, args.num_tokens, args.top_k, bytes);
+    const auto tokens = scattered_tokens<kGrouped>(op, args);
     op.wait_posted();
-    const RowSink sink(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
-    if (op.ok())
-      push_chunks(
-          op, mover, tokens, args.num_tokens, bytes, args.top_k,
-          [&](int token, int k) { return sink.packed(token, k); },
-          [&](int token) { return args.tokens + token * bytes; },
-          [&](int token, int k, int packed) {
-            return sink.row_at(sink.target(token, k, targets.index(packed)), bytes);
-          },
-          [&] { targets.report_to_all(op); });
+    const RowSink rows_at(op, args.targets, args.top_k, args.capacity, kWindow<&ScatterArgs::rows>);
+    const auto packed = [&](int token, int k) { return rows_at.packed(token, k); };
+    const auto source = [&](int token) { return args.tokens + token * bytes; };
+    const auto sink = [&](int token, int k, int packed) {
+      return rows_at.row_at(rows_at.target(token, k, targets.index(packed)), bytes);
+    };
+    const auto before_last = [&] { targets.report_to_all(op); };
+    if (op.ok()) {
+      if constexpr (kGrouped)
+        push_groups(op, mover, tokens, args.num_tokens, bytes, args.top_k, packed, source, sink, before_last);
+      else
+        push_chunks(
+            op, mover, tokens, args.num_tokens, bytes, args.top_k, source,
+            [&](int token, int k) { return sink(token, k, packed(token, k)); }, before_last);
+    }
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
   if (!args.onto) pad(op, args, &counts);
-  for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
-    const int32_t* table = args.row_of + int64_t{source} * args.num_tokens * args.top_k;
-    const int tokens_here = copy_to_rows(
-        op.coop, mover, {tokens.begin, tokens.end, 1}, args.rows, bytes, table, args.top_k,
-        [&](int, int row) { return args.rows + row * bytes; }, [&](int row) { return rows.index(row); });
-    if (coop.lane == 0) op.count_received(source, tokens_here * bytes);
-  });
+  const auto valid = [&](int row) { return rows.index(row); };
+  if constexpr (kGrouped) {
+    const auto from = [&](int, int, int row) { return args.rows + row * bytes; };
+    copy_arrivals(op, mover, args.row_of, args.num_tokens, /*own=*/0, args.top_k, args.rows, bytes, from, valid);
+  } else {
+    for_each_arrival(op, args.num_tokens, /*own=*/false, [&](int source, Range tokens) {
+      const int32_t* table = args.row_of + int64_t{source} * args.num_tokens * args.top_k;
+      const int tokens_here = copy_to_rows(
+          coop, mover, {tokens.begin, tokens.end, 1}, args.rows, bytes, table, args.top_k,
+          [&](int, int row) { return args.rows + row * bytes; }, valid);
+      if (coop.lane == 0) op.count_received(source, tokens_here * bytes);
+    });
+  }
   mover.complete_to(mover.puts());
   rows.report(op);
   counts.report(op);
   op.finish(results);
+}
+
+template <class = NoFormat>
+JAX_EP_FN void run_kernel(const Comm& comm, const ScatterArgs& args, const Coop& coop) {
+  run_scatter<false>(comm, args, coop);
+}
+template <class = NoFormat>
+JAX_EP_FN void run_kernel(const Comm& comm, const GroupedScatterArgs& args, const Coop& coop) {
+  run_scatter<true>(comm, args, coop);
+}
+
+inline std::variant<ScatterArgs, GroupedScatterArgs> kernel_of(const ScatterArgs& args, int, int) {
+  if (takes_groups(args.num_tokens, args.top_k, row_bytes(args))) return GroupedScatterArgs{args};
+  return args;
 }
 
 }  // namespace jax_ep

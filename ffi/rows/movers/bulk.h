@@ -52,6 +52,10 @@ class BulkMover {
     copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
+  JAX_EP_FN void acquire() const {
+    if (kHopper) ptx::proxy_fence();
+    coop_.sync();
+  }
   JAX_EP_FN int puts() const { return static_cast<int>(stored_); }
   JAX_EP_FN void complete_to(int puts) { wait_stores(coop_, static_cast<int>(stored_) - puts); }
 

@@ -31,6 +31,7 @@ class PlainMover {
     copy_rows(coop_, next, bytes, fanout, source, sink, [&](int item) { after(item, *this); });
   }
 
+  JAX_EP_FN void acquire() const { coop_.sync(); }
   JAX_EP_FN int puts() const { return 0; }
   JAX_EP_FN void complete_to(int) { coop_.sync(); }
 
