@@ -83,7 +83,7 @@ class PushItems {
 
 // Adds the items that this coop has put to the counts of their chunks, once they are written. The coop that completes a
 // count raises the chunk's flag. Items are waited for only after the next ones have started, so that the link stays
-// busy. All lanes call. Rows may be passed to after() in any order, and to begun() and skipped() only in increasing
+// busy. All lanes call. Rows may be passed to after() in any order, and to begun() and without_put() only in increasing
 // order until finish(). `Chunks` has chunks, chunk() and chunk_of(). A row has `row_items` items.
 template <class Chunks>
 class Announcer {

@@ -12,7 +12,7 @@
 namespace jax_ep {
 
 static_assert(kEagerStep % Coop::lanes == 0 && kEagerTokens % kEagerStep == 0 && kMostEagerTokens % kEagerStep == 0,
-              "groups must not have both eager tokens and others");
+              "senders' groups must not have both eager tokens and others");
 
 // Whether an op of `tokens` tokens can take its items in groups. An item has `top_k` assignments and needs `width`
 // lanes.
@@ -24,8 +24,8 @@ JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int64_t row_bytes) {
   return fits_groups(tokens, top_k, top_k) && row_bytes <= kShortRowBytes;
 }
 
-// The number of items in a group: as many as fit, but so few that each of `coops` coops gets several groups. It is a
-// power of two, so that no group has both eager tokens and others.
+// The number of items in a sender's group: as many as fit, but so few that each of `coops` coops gets several groups.
+// It is a power of two, so that no such group has both eager tokens and others.
 JAX_EP_FN int group_items(int items, int width, int coops) {
   constexpr int kGroupsPerCoop = 4;  // tuned with `kernels_bench 2`
   const int most = smaller(Coop::lanes / width, items / (kGroupsPerCoop * coops));
@@ -40,8 +40,7 @@ struct ItemGroup {
   Value mine{};
 };
 
-// next() returns group after group. look_ahead() claims the group after that, and loads its values while the coop works
-// on this one.
+// next() returns group after group. look_ahead() claims the following group early, and loads its values.
 //
 // claim() returns the items of the next group, at most Coop::lanes / width. After the last group it returns none. It
 // may wait. load(item, position) loads a value, or returns none for a negative item.
