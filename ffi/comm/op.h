@@ -82,7 +82,7 @@ class Op {
     leave_report(signal_pad, comm.report, {epoch, Failure::invalid, kind_, comm.rank, peer, detail, expected, seen});
   }
   // Tells every rank that rows of this op will be missing, so that its results are undelivered. Call after
-  // wait_posted(), and before deliver() of the chunk that lacks the rows.
+  // wait_posted(), and before this coop's last deliver().
   JAX_EP_FN void refuse() const {
     if (!ok()) return;
     each_rank([&](int rank) { store_relaxed(&comm.signal_pads[rank]->refused, epoch); });
@@ -144,6 +144,19 @@ class Op {
     wait_each(
         comm.size, [&](int source) { return source; },
         [&](int source) { return &signal_pad->delivered[source][chunk]; });
+  }
+  // Whether a chunk of a source is here. False if the source raised the flag for another op.
+  JAX_EP_FN bool is_delivered(int source, int chunk) const {
+    return load_acquire(&signal_pad->delivered[source][chunk]) == stamp_;
+  }
+  // How many of `chunks` chunks, from number `first` on, are here from all ranks. Looks at no more than there are lanes
+  // for. Neither waits.
+  JAX_EP_FN int count_delivered(int first, int chunks) const {
+    const int looked = smaller(Coop::lanes / comm.size, chunks), chunk = coop.lane / comm.size;
+    const bool missing = chunk < looked && !is_delivered(coop.lane % comm.size, first + chunk);
+    const uint64_t lanes = coop.ballot(missing);
+    coop.sync();
+    return lanes ? lowest_bit(lanes) / comm.size : looked;
   }
   // Waits for `count` chunks from number `first` on. Chunk c of a source has the number source * chunks + c.
   JAX_EP_FN void wait_delivered_from(int first, int count, int chunks) {

@@ -51,17 +51,16 @@ class Combine {
     wait_posted();  // for coops that have pushed nothing
     const TokenSchedule schedule(args_.num_tokens, 1, op_.coop.count);
     const int splits = column_splits(args_.num_tokens, op_.coop.count), per_chunk = schedule.batches() * splits;
-    int latest_chunk = -1;
+    int whole = 0;  // the chunks before this one are here
     for_each_ticket(op_, schedule.chunks * per_chunk, [&](int ticket) {
       const Range tokens = schedule.batch(ticket / per_chunk, ticket % per_chunk / splits);
       const Range range = columns(ticket % splits, splits);
       Known next = tokens.begin < tokens.end ? known(tokens.begin) : Known{};  // before the wait for rows
-      if (const int chunk = ticket / per_chunk; chunk != latest_chunk) {
-        if (op_.comm.size > 1) op_.wait_delivered(chunk);
+      if (const int chunk = ticket / per_chunk; chunk >= whole) {
+        whole = chunk + await_chunks(op_, schedule, chunk);
         if (!op_.ok()) return;
         op_.enter(Phase::reduce);
         rows_.acquire();
-        latest_chunk = chunk;
       }
       for (int token = tokens.begin; token < tokens.end; ++token) {
         const Known now = next;

@@ -139,14 +139,13 @@ class CombineGroups {
       if (token < 0 || k < 0 || k >= top_k) return {};
       return {assigned(args_, me, token, k), args_.targets[int64_t{token} * top_k + k]};
     });
-    int latest_chunk = -1;
+    int whole = 0;  // the chunks before this one are here
     for (;;) {
       const auto group = groups.next();
       groups.look_ahead();
       const bool more = group.items.begin < group.items.end;
-      if (more && schedule.chunk_of(group.items.begin) != latest_chunk) {
-        latest_chunk = schedule.chunk_of(group.items.begin);
-        if (op_.comm.size > 1) op_.wait_delivered(latest_chunk);
+      if (const int chunk = schedule.chunk_of(group.items.begin); more && chunk >= whole) {
+        whole = chunk + await_chunks(op_, schedule, chunk);
         if (!op_.ok()) return rows_.drop();
         op_.enter(Phase::reduce);
         rows_.acquire();

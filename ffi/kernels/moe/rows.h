@@ -150,6 +150,19 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
   announcer.finish(writer);
 }
 
+// How many chunks are here from all ranks, from number `chunk` on. If tokens are few, a coop takes about one chunk, and
+// does not look.
+JAX_EP_FN int count_chunks(const Op& op, const TokenSchedule& schedule, int chunk) {
+  return op.ok() && schedule.chunk_tokens > 1 ? op.count_delivered(chunk, schedule.chunks - chunk) : 0;
+}
+// Waits until a chunk is here from all ranks. Returns how many are, from this one on.
+JAX_EP_FN int await_chunks(Op& op, const TokenSchedule& schedule, int chunk) {
+  if (op.comm.size == 1) return 1;
+  if (const int whole = count_chunks(op, schedule, chunk)) return whole;
+  op.wait_delivered(chunk);
+  return 1;
+}
+
 // A batch of tokens of a source that arrive together.
 struct Arrival {
   int source, chunk;
@@ -180,15 +193,17 @@ class Arrivals {
   JAX_EP_FN bool has_seen(int source, int chunk) {
     if (chunk != latest_) seen_ = 0;
     latest_ = chunk;
-    return seen_ >> source & 1;
+    return chunk < whole_ || seen_ >> source & 1;
   }
-  // Whether the chunk is here for which has_seen() has just returned false. If `waits`, returns true once it is, or the
-  // op has failed.
+  // Call after has_seen() has returned false. Returns whether the chunk is here. If `waits`, returns when it is, or
+  // when the op has failed. One look may see that all sources have sent many chunks.
   JAX_EP_FN bool see(int source, bool waits) {
-    if (waits) {
+    if (const int whole = count_chunks(op_, schedule_, latest_)) {
+      whole_ = latest_ + whole;
+    } else if (waits) {
       op_.wait_delivered(source, latest_);
       if (!op_.ok()) return true;
-    } else if (!op_.coop.broadcast(op_.is_raised(&op_.signal_pad->delivered[source][latest_]))) {
+    } else if (!op_.coop.broadcast(op_.is_delivered(source, latest_))) {
       return false;
     }
     op_.enter(Phase::expand);
@@ -202,6 +217,7 @@ class Arrivals {
   const TokenSchedule schedule_;
   const int per_chunk_;
   int latest_ = -1;    // chunk
+  int whole_ = 0;      // all sources have sent the chunks before this one
   uint64_t seen_ = 0;  // a bit for each source whose latest chunk is here
 };
 
