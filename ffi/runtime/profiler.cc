@@ -149,6 +149,12 @@ RankProfile Profiler::read(const Rank& rank) const {
     for (; at + 1 < events.size(); ++at) {
       const Event &event = events[at], &next = events[at + 1];
       if (phase_of(event) == Phase::none || (is_product && phase_of(next) == Phase::none)) continue;
+      // A coop that goes on with a phase may enter it again. But two waits may be for different ranks.
+      const bool goes_on = at > 0 && events[at - 1].what == event.what;
+      if (goes_on && !is_product && phase_of(event) != Phase::wait) {
+        profile.spans.back().end_ns = clock.of(next.ns);
+        continue;
+      }
       profile.spans.push_back(
           {cta, role, event.what >> kEpochBit, op_of(event), phase_of(event), clock.of(event.ns), clock.of(next.ns)});
     }
