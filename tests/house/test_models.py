@@ -167,8 +167,8 @@ def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[
 
 @of_each_family
 def test_eight_devices_train_as_one(family: str, open_group: OpenGroup) -> None:
-    """Sequences are always the same. With others, such as those of seed 0 on CPUs with AVX-512, a rounding decides between
-    two experts, and losses differ by 1e-2. With these they differ by at most 2e-6 there."""
+    """Sequences are always the same. With others, such as those of seed 0 on CPUs with AVX-512, a rounding decides
+    between two experts, and losses differ by 1e-2. With these they differ by at most 2e-6 there."""
     ids = np.random.default_rng(3).integers(config_of(family).vocab_size, size=(8, 17), dtype=np.int32)
     mesh = helpers.mesh_of(data=2, ep=4) if family == "gpt_oss" else helpers.mesh_of(ep=8)
     one = trained(family, open_group(1), ids)
