@@ -157,12 +157,7 @@ class PlainDispatch {
     const auto packed = [&](int token, int k) { return landing_.packed(token, k); };
     const auto source = [&](int token) { return args_.tokens + token * bytes_; };
     const auto sink = [&](int token, int k, int packed) { return landing_.at_peer(token, k, packed); };
-    if constexpr (kGrouped)
-      push_groups(op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k, packed, source, sink, [] {});
-    else
-      push_chunks(
-          op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k, source,
-          [&](int token, int k) { return sink(token, k, packed(token, k)); }, [] {});
+    push_tokens<kGrouped>(op_, mover_, tokens, args_.num_tokens, bytes_, args_.top_k, packed, source, sink, [] {});
   }
 
   JAX_EP_FN void pad(const RowCounts& counts) { pad_rows(op_, args_, args_.rows, bytes_, counts); }

@@ -5,9 +5,7 @@
 #include <utility>
 
 #include "comm/integers.h"
-#include "comm/op.h"
 #include "kernels/moe/layout.h"
-#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -33,6 +31,7 @@ JAX_EP_FN int group_items(int items, int width, int coops) {
   while (2 * count <= most) count *= 2;
   return count;
 }
+
 // Neighbouring items. Lane i has the value of item `items.begin + i / width`, position i % width.
 template <class Value>
 struct ItemGroup {

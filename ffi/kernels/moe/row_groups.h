@@ -8,6 +8,7 @@
 #include "kernels/moe/groups.h"
 #include "kernels/moe/rows.h"
 #include "rows/movers.h"
+#include "rows/terms.h"
 
 namespace jax_ep {
 
@@ -113,6 +114,18 @@ JAX_EP_FN void push_groups(Op& op, RowMover& mover, Items items, int num_tokens,
              [&](int token, auto& rows) { announcer.after(token, rows); });
   before_last();
   announcer.finish(mover);
+}
+
+// push_groups() or push_chunks().
+template <bool kGrouped, class Items, class Packed, class Source, class Sink, class BeforeLast>
+JAX_EP_FN void push_tokens(Op& op, RowMover& mover, const Items& items, int num_tokens, int64_t bytes, int top_k,
+                           Packed packed, Source source, Sink sink, BeforeLast before_last) {
+  if constexpr (kGrouped)
+    push_groups(op, mover, items, num_tokens, bytes, top_k, packed, source, sink, before_last);
+  else
+    push_chunks(
+        op, mover, items, num_tokens, bytes, top_k, source,
+        [&](int token, int k) { return sink(token, k, packed(token, k)); }, before_last);
 }
 
 // Copies every token that has landed on this rank to its rows: first this rank's first `own` tokens, which were not

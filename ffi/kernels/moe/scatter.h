@@ -82,14 +82,8 @@ JAX_EP_FN void run_scatter(const Comm& comm, const ScatterArgs& args, const Coop
       return rows_at.row_at(rows_at.target(token, k, targets.index(packed)), bytes);
     };
     const auto before_last = [&] { targets.report_to_all(op); };
-    if (op.ok()) {
-      if constexpr (kGrouped)
-        push_groups(op, mover, tokens, args.num_tokens, bytes, args.top_k, packed, source, sink, before_last);
-      else
-        push_chunks(
-            op, mover, tokens, args.num_tokens, bytes, args.top_k, source,
-            [&](int token, int k) { return sink(token, k, packed(token, k)); }, before_last);
-    }
+    if (op.ok())
+      push_tokens<kGrouped>(op, mover, tokens, args.num_tokens, bytes, args.top_k, packed, source, sink, before_last);
   }
   Bound counts(RoutingLeaf::counts, args.num_tokens * args.top_k + 1);  // of the assignments of a rank
   if (!args.onto) pad(op, args, &counts);

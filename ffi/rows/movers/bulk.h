@@ -53,7 +53,7 @@ class BulkMover {
   }
 
   JAX_EP_FN void acquire() const {
-    if (kHopper) ptx::proxy_fence();
+    ptx::proxy_fence();
     coop_.sync();
   }
   JAX_EP_FN int puts() const { return static_cast<int>(stored_); }
