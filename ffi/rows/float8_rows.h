@@ -17,6 +17,9 @@ struct Apart {
   Values values;
   Scales scales;
 
+  JAX_EP_FN Apart(const Values& values, const Scales& scales) : values(values), scales(scales) {}
+  JAX_EP_FN explicit Apart(const Coop& coop) : values(coop), scales(coop) {}
+
   JAX_EP_FN bool cached() const { return values.cached() && scales.cached(); }
   JAX_EP_FN Apart<LaneTerms<char>, LaneTerms<char>> in_lanes() const { return {values.in_lanes(), scales.in_lanes()}; }
 };

@@ -53,7 +53,7 @@ class RowStream {
  public:
   // `writer_bytes`: shared memory of a writer that works at the same time.
   JAX_EP_FN RowStream(const Coop& coop, int stage_bytes, bool bulk, int writer_bytes)
-      : reader_(coop, stage_bytes, bulk, writer_bytes), free_(reader_.depth()) {}
+      : reader_(coop, stage_bytes, bulk, writer_bytes), free_(reader_.depth()), rows_(coop), sinks_(coop) {}
 
   JAX_EP_FN bool in_bulk() const { return reader_.in_bulk(); }
   JAX_EP_FN void acquire() { reader_.acquire(); }

@@ -36,7 +36,8 @@ class LaneTerms {
  public:
   JAX_EP_FN LaneTerms(const Coop& coop, WeightedRow<Row> mine, Lanes holders, int stride = Coop::lanes)
       : coop_(&coop), mine_(mine), holders_(holders), stride_(stride) {}
-  JAX_EP_FN LaneTerms() : coop_(nullptr), mine_{nullptr, 0}, holders_(0), stride_(Coop::lanes) {}
+  // No terms. A default constructor with a null coop would keep the coop out of registers.
+  JAX_EP_FN explicit LaneTerms(const Coop& coop) : LaneTerms(coop, {nullptr, 0}, 0) {}
 
   JAX_EP_FN bool cached() const { return true; }
   JAX_EP_FN const LaneTerms& in_lanes() const { return *this; }
@@ -83,7 +84,8 @@ class LaneTerms {
 template <class Row, class TermOf>
 class Terms {
  public:
-  JAX_EP_FN Terms(const Coop& coop, int count, TermOf term_of) : coop_(coop), term_of_(term_of), count_(count) {
+  JAX_EP_FN Terms(const Coop& coop, int count, TermOf term_of)
+      : coop_(coop), term_of_(term_of), count_(count), held_(coop) {
     if (!cached()) return;
     WeightedRow<Row> mine{nullptr, 0};
     if (count > 0) mine = term_of(coop.lane < count ? coop.lane : count - 1);  // all lanes ask together
