@@ -94,13 +94,19 @@ class Announcer {
   // `items` items of `row`, or of its chunk, were put. `mover` has puts and complete_to.
   template <class Mover>
   JAX_EP_FN void after(int row, Mover& mover, int items = 1) {
+    reaches(row, mover);
     const int chunk = chunks_.chunk_of(row);
-    if (chunk != chunk_) announce(written_, mover);
     if (without_chunk_ < chunk) announce_without_put();
     chunk_ = chunk;
     put_ += items + (chunk == without_chunk_ ? without_ : 0);
     without_ = chunk == without_chunk_ ? 0 : without_;
     written_ = mover.puts();
+  }
+
+  // A part of `row` was put. Announces the chunk before, if `row` is of another one. after() does so, too, but later.
+  template <class Mover>
+  JAX_EP_FN void reaches(int row, Mover& mover) {
+    if (chunks_.chunk_of(row) != chunk_) announce(written_, mover);
   }
 
   // The item of `row` needs no put. It is counted with the next put of its chunk, or before the next item of a later
@@ -117,6 +123,12 @@ class Announcer {
   JAX_EP_FN void begun(int row, Mover& mover) {
     if (begun_ >= 0) after(begun_, mover);
     begun_ = row;
+  }
+
+  // A part of the item that was begun last was put.
+  template <class Mover>
+  JAX_EP_FN void reaches_begun(Mover& mover) {
+    if (begun_ >= 0) reaches(begun_, mover);
   }
 
   // Announces all items. If the op has no items, every sender announces all chunks, because it may be the only one that

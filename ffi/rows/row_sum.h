@@ -28,6 +28,10 @@ JAX_EP_CONSTANT_FN int even_packs(int packs, int most) {
 // `kPacks`: the most packs of a batch that a lane has. `kSeveral`: whether a job has several sums.
 template <class T, int kPacks = kLanePacks, bool kSeveral = false>
 class RowSum {
+  struct Nothing {
+    JAX_EP_FN void operator()() const {}
+  };
+
  public:
   // `words`: all rows are made of 16-byte words. `width`: values of a typical row.
   JAX_EP_FN RowSum(const Coop& coop, bool words, int width = kSumValues<T, kPacks>)
@@ -43,25 +47,28 @@ class RowSum {
   JAX_EP_FN void sum(const Terms& terms, const Sinks& sinks, int width) {
     sum_to(terms, [&]() -> const Sinks& { return sinks; }, width, sinks.cached());
   }
-  // As sum(), but sink_of() may wait while rows come. It returns one sink or several; `cached` is their cached().
-  template <class Terms, class SinkOf>
-  JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true) {
+  // As sum(), but sink_of() may wait while rows come. It returns one sink or several; `cached` is their cached(). If
+  // rows come in bulk, after_first() is called when the first batch of the sum before is put.
+  template <class Terms, class SinkOf, class AfterFirst = Nothing>
+  JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true,
+                        AfterFirst after_first = {}) {
     const bool bulk = cached && stream_.in_bulk() && terms.cached();
     if (bulk) stream_.ask_for(terms.in_lanes(), cut(width));
-    finish();
+    finish(after_first);
     const auto& sinks = sink_of();
     if (bulk)
       stream_.begin(terms.in_lanes(), sinks.in_lanes(), cut(width));
     else
       sum_directly(terms, sinks, width);
   }
-  JAX_EP_FN void finish() { stream_.finish(SumStaged{this}); }
+  JAX_EP_FN void finish() { finish(Nothing{}); }
 
   // Several sums, each of the terms in terms.stride() lanes, and with its sinks in the same lanes. begin_sums() asks
-  // for their rows and finishes the sums before; sums_to() gives the sinks.
-  JAX_EP_FN void begin_sums(const LaneTerms<const T>& terms, int width) {
+  // for their rows and finishes the sums before; sums_to() gives the sinks. after_first() as in sum_to().
+  template <class AfterFirst = Nothing>
+  JAX_EP_FN void begin_sums(const LaneTerms<const T>& terms, int width, AfterFirst after_first = {}) {
     if (stream_.in_bulk()) stream_.ask_for(terms, cut(width));
-    finish();
+    finish(after_first);
   }
   JAX_EP_FN void sums_to(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
     if (stream_.in_bulk()) return stream_.begin(terms, sinks, cut(width));
@@ -100,26 +107,37 @@ class RowSum {
     return {width * static_cast<int>(sizeof(T)), batch_ * static_cast<int>(sizeof(T))};
   }
 
-  struct SumStaged {
-    RowSum* sum;
-    JAX_EP_FN void operator()(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int row_bytes) const {
-      sum->sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)));
-    }
-  };
+  template <class AfterFirst>
+  JAX_EP_FN void finish(AfterFirst after_first) {
+    stream_.finish([&](const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int row_bytes) {
+      sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)), after_first);
+    });
+  }
 
-  JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
+  template <class AfterFirst>
+  JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width,
+                             AfterFirst after_first) {
     if constexpr (kSeveral) {
+      bool begun = false;
       for (int first = 0; first < Coop::lanes; first += terms.stride()) {
         const Lanes lanes = first_lanes(terms.stride()) << first;
-        if (used_lanes(terms, sinks) & lanes) sum_one(terms.within(lanes), sinks.within(lanes), width);
+        if (!(used_lanes(terms, sinks) & lanes)) continue;
+        sum_one(terms.within(lanes), sinks.within(lanes), width, [&] {
+          if (!begun) after_first();
+          begun = true;
+        });
       }
     } else {
-      sum_one(terms, sinks, width);
+      sum_one(terms, sinks, width, after_first);
     }
   }
-  JAX_EP_FN void sum_one(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width) {
-    for (int first = 0; first < width; first += batch_)
+  template <class AfterFirst>
+  JAX_EP_FN void sum_one(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width,
+                         AfterFirst after_first) {
+    for (int first = 0; first < width; first += batch_) {
       sum_batch<kPacks>(terms, sinks, first, smaller(batch_, width - first));
+      if (first == 0) after_first();
+    }
   }
   JAX_EP_FN Lanes used_lanes(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks) const {
     return terms.holders() | sinks.holders();

@@ -118,7 +118,8 @@ class Combine {
   template <class Chunks, class WasStolen>
   JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
                            WasStolen was_stolen) {
-    const bool put = push_partial(item.source, item.token, columns, mine, was_stolen);
+    const bool put =
+        push_partial(item.source, item.token, columns, mine, was_stolen, [&] { announcer.reaches_begun(rows_); });
     if (was_stolen()) return row_bound_.forget();
     if (put)
       announcer.begun(item.token, rows_);
@@ -151,9 +152,10 @@ class Combine {
   }
 
   // Begins to sum this rank's rows of a token of `source` into the landing at `source`. Returns whether there are rows.
-  // Calls was_stolen() once peers may be written to; a stolen item is not put.
-  template <class WasStolen>
-  JAX_EP_FN bool push_partial(int source, int token, Range columns, Assigned mine, WasStolen was_stolen) {
+  // Calls was_stolen() once peers may be written to; a stolen item is not put. after_first() is RowSum's.
+  template <class WasStolen, class AfterFirst>
+  JAX_EP_FN bool push_partial(int source, int token, Range columns, Assigned mine, WasStolen was_stolen,
+                              AfterFirst after_first) {
     const auto terms = terms_of<const T>(op_.coop, args_.top_k, [&](int k) {
       const bool known = k == op_.coop.lane || op_.coop.lane >= args_.top_k;
       return own_term(known ? mine : assigned(source, token, k), columns.begin);
@@ -164,7 +166,7 @@ class Combine {
       T* landing = op_.ok() && !was_stolen() ? Window<T>(op_, kWindow<&CombineArgs::landing>).peer(source) : nullptr;
       return sink(landing ? landed(args_, landing, op_.comm.rank, token) + columns.begin : nullptr);
     };
-    rows_.sum_to(terms, there, columns.end - columns.begin);
+    rows_.sum_to(terms, there, columns.end - columns.begin, /*cached=*/true, after_first);
     return true;
   }
 

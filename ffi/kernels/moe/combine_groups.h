@@ -96,7 +96,8 @@ class CombineGroups {
       const int source = item < group.items.end ? source_of(item) : -1, token = item / peers;
       const int row = row_bound_.index(group.mine.row);
       const auto terms = in_lanes(row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden, group.mine.weight, top_k);
-      rows_.begin_sums(terms, args_.hidden);
+      // Peers wait for the chunk before, so it is announced before the rest of a group is summed.
+      rows_.begin_sums(terms, args_.hidden, [&] { announcer.reaches(summed.begin / peers, rows_); });
       announce(summed);
       summed = group.items;
       T* const landing = landings.peer(source);
