@@ -140,19 +140,25 @@ class CombineGroups {
       if (token < 0 || k < 0 || k >= top_k) return {};
       return {assigned(args_, me, token, k), args_.targets[int64_t{token} * top_k + k]};
     });
-    int whole = 0;  // the chunks before this one are here
+    auto group = decltype(groups.next()){};
+    int whole = 0;       // the chunks before this one are here
+    bool waits = false;  // for the chunk of `group`
     for (;;) {
-      const auto group = groups.next();
-      groups.look_ahead();
+      if (!waits) {
+        group = groups.next();
+        groups.look_ahead();
+      }
       const bool more = group.items.begin < group.items.end;
       if (const int chunk = schedule.chunk_of(group.items.begin); more && chunk >= whole) {
-        whole = chunk + await_chunks(op_, schedule, chunk);
+        const int seen = await_chunks(op_, schedule, chunk, waits);
         if (!op_.ok()) return rows_.drop();
+        waits = seen == 0;  // at first the sums under way are finished
+        whole = chunk + seen;
         op_.enter(Phase::reduce);
         rows_.acquire();
       }
       const int token = group.items.begin + groups.item();
-      const bool here = token < group.items.end;
+      const bool here = token < group.items.end && !waits;
       const Lanes lanes = first_lanes(width) << (op_.coop.lane - at);  // those of the token
       const int target = target_bound_.index(group.mine.target);
       const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
@@ -172,6 +178,7 @@ class CombineGroups {
       const auto terms = in_lanes(lost ? nullptr : row, own ? group.mine.own.weight : 1.0f, width);
       rows_.begin_sums(terms, args_.hidden);
       if (!more) return;
+      if (waits) continue;
       rows_.sums_to(terms, in_lanes(here && !lost && at == 0 ? out : nullptr, 1.0f, width), args_.hidden);
       for (uint64_t left = op_.coop.ballot(here && lost && at == 0); left; left &= left - 1)
         fill_row(op_.coop, op_.coop.from_lane(out, lowest_bit(left)), 0xff, int64_t{args_.hidden} * sizeof(T));
