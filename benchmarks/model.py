@@ -76,7 +76,8 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A model with `layers` layers. `sequences` counts those of one device and micro-batch. `skewed`: some experts are
-    popular. Experts are drawn, because the routers of random weights choose less evenly in each further layer."""
+    popular, and those of the first device more than others. Experts are drawn, because the routers of random weights
+    choose less evenly in each further layer."""
 
     layers: int
     sequences: int
@@ -145,18 +146,22 @@ def parts_of(call: Callable[[], Any], text: str) -> str:
 
 
 @cache
-def drawn_ids(tokens: int, top_k: int, experts: int, skewed: bool) -> np.ndarray:
-    """Distinct experts of each token, whose popularity is the same, or log-normal."""
+def drawn_ids(tokens: int, top_k: int, experts: int, ranks: int, skewed: bool) -> np.ndarray:
+    """Distinct experts of each token. All are equally popular, or popularity is log-normal and half as high again on
+    the first rank."""
     rng = np.random.default_rng(SEED)
-    return draw_ids(rng, tokens, top_k, np.exp(0.7 * skewed * rng.standard_normal(experts)))
+    popularity = np.exp(0.7 * skewed * rng.standard_normal(experts))
+    popularity[: experts // ranks] *= 1.5 if skewed else 1
+    return draw_ids(rng, tokens, top_k, popularity)
 
 
 def with_drawn_ids(moe_mlp: Callable[..., Any], skewed: bool) -> Callable[..., Any]:
     """The layer with `drawn_ids` instead of the router's, the same in each layer and on each rank."""
 
     def layer(tokens: jax.Array, ids: jax.Array, weights: jax.Array, experts: Any, **options: Any) -> Any:
-        total = options["group"].size * experts.down.shape[0]
-        ids = jnp.where(ids >= 0, drawn_ids(len(ids), ids.shape[1], total, skewed), ids)
+        ranks = options["group"].size
+        drawn = drawn_ids(len(ids), ids.shape[1], ranks * experts.down.shape[0], ranks, skewed)
+        ids = jnp.where(ids >= 0, drawn, ids)
         return moe_mlp(tokens, ids, weights, experts, **options)
 
     return layer
@@ -164,7 +169,7 @@ def with_drawn_ids(moe_mlp: Callable[..., Any], skewed: bool) -> Callable[..., A
 
 def note_skew(case: Case, run: Run) -> None:
     config, ranks = case.config, run.group.size
-    ids = drawn_ids(case.sequences * case.length, config.num_experts_per_tok, config.num_experts, True)
+    ids = drawn_ids(case.sequences * case.length, config.num_experts_per_tok, config.num_experts, ranks, True)
     load = np.bincount(ids.ravel(), minlength=config.num_experts)
     expert, rank = load.max() / load.mean(), load.reshape(ranks, -1).sum(1).max() / load.sum() * ranks
     run.note(f"{case}: the busiest expert has {expert:.1f} times the mean load, the busiest GPU {rank:.2f} times")
@@ -319,7 +324,7 @@ def notes(run: Run) -> Iterator[str]:
     room = "of a GPU in jax_ep, from one rank to one expert in plain JAX"
     yield f"rows have room for {CAPACITY_FACTOR} times the even load, {room}"
     yield "the scan over layers is unrolled"
-    yield "ids are drawn instead of the router's, evenly, or skewed by a log-normal popularity of experts"
+    yield "ids are drawn instead of the router's, evenly, or skewed: some are popular, most of all on the first GPU"
     yield "without the losses of routers; GiB as XLA plans operands and temporaries"
 
 
