@@ -25,7 +25,7 @@ struct RowRates {
   // to kShortRowBytes; the same and longer rows.
   SenderRule dispatch_float8[kSenderRules] = {{32, {6, 5, 6, 7}}, {64, {5, 2, 6, 5}}, {kAnyCtas, {3, 2, 5, 4}}};
   // The same. Cases by top_k / ranks, the mean rows of a token on a rank: at least 3; at least 1.5; less.
-  SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 3}}, {48, {5, 5, 3}}, {kAnyCtas, {4, 4, 3}}};
+  SenderRule combine[kSenderRules] = {{16, {8, 6, 4}}, {24, {7, 5, 4}}, {48, {5, 5, 3}}, {kAnyCtas, {4, 4, 3}}};
   int few_senders = 4;              // for combine and float8 dispatch of few tokens
   int union_entries_per_cta = 256;  // of sparse_union: bench sparse
   int union_ctas = 96;              // at most: bench sparse
