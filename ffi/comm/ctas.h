@@ -101,19 +101,17 @@ JAX_EP_FN Part among_members(Part part, Part cta, Part joined) {
 JAX_EP_FN Coop as_member(Coop coop, Part cta) {
   if (cta.empty()) {
     coop.sender = coop.receiver = coop.cta = {};
-    return coop;
-  }
-  if constexpr (Coop::lanes == 1) {
+  } else if constexpr (Coop::lanes == 1) {
     coop.index = cta.index;
     coop.count = cta.count;
     coop.sender = coop.receiver = coop.cta = cta;
-    return coop;
+  } else {
+    coop.index = cta.index * coop.in_cta.count + coop.in_cta.index;
+    coop.count = cta.count * coop.in_cta.count;
+    coop.sender = among_members(coop.sender, coop.cta, cta);
+    coop.receiver = among_members(coop.receiver, coop.cta, cta);
+    coop.cta = cta;
   }
-  coop.index = cta.index * coop.in_cta.count + coop.in_cta.index;
-  coop.count = cta.count * coop.in_cta.count;
-  coop.sender = among_members(coop.sender, coop.cta, cta);
-  coop.receiver = among_members(coop.receiver, coop.cta, cta);
-  coop.cta = cta;
   return coop;
 }
 
