@@ -17,8 +17,7 @@ namespace jax_ep {
 // Whether to sum long batches. They save instructions, but start slowly, and waste lanes if they are not full. A row is
 // cut into batches of one size, which must be at least three quarters of the largest. Tuned with `kernels_bench 2`.
 JAX_EP_CONSTANT_FN bool sums_long_batches(const CombineArgs& args) {
-  const int row = args.hidden * (args.dtype == DType::float32 ? 4 : 2), lanes = Coop::lanes * 16;
-  const int even = even_packs(ceil_div(row, lanes), kRowPacks);
+  const int even = even_packs(ceil_div(static_cast<int>(row_bytes(args)), Coop::lanes * 16), kRowPacks);
   return even > kLanePacks && 4 * even >= 3 * kRowPacks;
 }
 
