@@ -94,19 +94,20 @@ class Announcer {
   // `items` items of `row`, or of its chunk, were put. `mover` has puts and complete_to.
   template <class Mover>
   JAX_EP_FN void after(int row, Mover& mover, int items = 1) {
-    reaches(row, mover);
+    after_part(row, mover);
     const int chunk = chunks_.chunk_of(row);
     if (without_chunk_ < chunk) announce_without_put();
     chunk_ = chunk;
     put_ += items + (chunk == without_chunk_ ? without_ : 0);
     without_ = chunk == without_chunk_ ? 0 : without_;
-    written_ = mover.puts();
+    puts_ = mover.puts();
   }
 
-  // A part of `row` was put. Announces the chunk before, if `row` is of another one. after() does so, too, but later.
+  // The first part of `row` was put. If `row` is of another chunk than the items before, announces these. Calls may be
+  // left out: after() announces them later.
   template <class Mover>
-  JAX_EP_FN void reaches(int row, Mover& mover) {
-    if (chunks_.chunk_of(row) != chunk_) announce(written_, mover);
+  JAX_EP_FN void after_part(int row, Mover& mover) {
+    if (chunks_.chunk_of(row) != chunk_) announce(puts_, mover);
   }
 
   // The item of `row` needs no put. It is counted with the next put of its chunk, or before the next item of a later
@@ -125,10 +126,10 @@ class Announcer {
     begun_ = row;
   }
 
-  // A part of the item that was begun last was put.
+  // The first part of the item that was begun last was put.
   template <class Mover>
-  JAX_EP_FN void reaches_begun(Mover& mover) {
-    if (begun_ >= 0) reaches(begun_, mover);
+  JAX_EP_FN void after_part_of_begun(Mover& mover) {
+    if (begun_ >= 0) after_part(begun_, mover);
   }
 
   // Announces all items. If the op has no items, every sender announces all chunks, because it may be the only one that
@@ -163,7 +164,8 @@ class Announcer {
   Op& op_;
   const Chunks& chunks_;
   const int row_items_;
-  int chunk_ = 0, put_ = 0, written_ = 0, begun_ = -1;
+  int chunk_ = 0, put_ = 0, begun_ = -1;
+  int puts_ = 0;                         // mover.puts() after the items in put_
   int without_chunk_ = 0, without_ = 0;  // items of a chunk that need no put, and are not counted yet
 };
 

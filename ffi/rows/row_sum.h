@@ -47,8 +47,8 @@ class RowSum {
   JAX_EP_FN void sum(const Terms& terms, const Sinks& sinks, int width) {
     sum_to(terms, [&]() -> const Sinks& { return sinks; }, width, sinks.cached());
   }
-  // As sum(), but sink_of() may wait while rows come. It returns one sink or several; `cached` is their cached(). If
-  // rows come in bulk, after_first() is called when the first batch of the sum before is put.
+  // As sum(), but sink_of() may wait while rows come. It returns one sink or several; `cached` is their cached().
+  // If rows come in bulk, after_first() is called when the first batch of the sum before is put.
   template <class Terms, class SinkOf, class AfterFirst = Nothing>
   JAX_EP_FN void sum_to(const Terms& terms, SinkOf sink_of, int width, bool cached = true,
                         AfterFirst after_first = {}) {
@@ -64,7 +64,8 @@ class RowSum {
   JAX_EP_FN void finish() { finish(Nothing{}); }
 
   // Several sums, each of the terms in terms.stride() lanes, and with its sinks in the same lanes. begin_sums() asks
-  // for their rows and finishes the sums before; sums_to() gives the sinks. after_first() as in sum_to().
+  // for their rows and finishes the sums before; sums_to() gives the sinks. If rows come in bulk,
+  // after_first() is called once, when the first batch of the sums before is put.
   template <class AfterFirst = Nothing>
   JAX_EP_FN void begin_sums(const LaneTerms<const T>& terms, int width, AfterFirst after_first = {}) {
     if (stream_.in_bulk()) stream_.ask_for(terms, cut(width));
@@ -118,13 +119,13 @@ class RowSum {
   JAX_EP_FN void sum_in_bulk(const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int width,
                              AfterFirst after_first) {
     if constexpr (kSeveral) {
-      bool begun = false;
+      bool called = false;
       for (int first = 0; first < Coop::lanes; first += terms.stride()) {
         const Lanes lanes = first_lanes(terms.stride()) << first;
         if (!(used_lanes(terms, sinks) & lanes)) continue;
         sum_one(terms.within(lanes), sinks.within(lanes), width, [&] {
-          if (!begun) after_first();
-          begun = true;
+          if (!called) after_first();
+          called = true;
         });
       }
     } else {

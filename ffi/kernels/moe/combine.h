@@ -119,7 +119,7 @@ class Combine {
   JAX_EP_FN void push_item(const Item& item, Range columns, Assigned mine, Announcer<Chunks>& announcer,
                            WasStolen was_stolen) {
     const bool put =
-        push_partial(item.source, item.token, columns, mine, was_stolen, [&] { announcer.reaches_begun(rows_); });
+        push_partial(item.source, item.token, columns, mine, was_stolen, [&] { announcer.after_part_of_begun(rows_); });
     if (was_stolen()) return row_bound_.forget();
     if (put)
       announcer.begun(item.token, rows_);
@@ -152,7 +152,7 @@ class Combine {
   }
 
   // Begins to sum this rank's rows of a token of `source` into the landing at `source`. Returns whether there are rows.
-  // Calls was_stolen() once peers may be written to; a stolen item is not put. after_first() is RowSum's.
+  // Calls was_stolen() once peers may be written to; a stolen item is not put. after_first(): see RowSum::sum_to.
   template <class WasStolen, class AfterFirst>
   JAX_EP_FN bool push_partial(int source, int token, Range columns, Assigned mine, WasStolen was_stolen,
                               AfterFirst after_first) {

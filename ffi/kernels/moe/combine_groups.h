@@ -95,8 +95,8 @@ class CombineGroups {
       const int source = item < group.items.end ? source_of(item) : -1, token = item / peers;
       const int row = row_bound_.index(group.mine.row);
       const auto terms = in_lanes(row < 0 ? nullptr : outputs_ + int64_t{row} * args_.hidden, group.mine.weight, top_k);
-      // Peers wait for the chunk before, so it is announced before the rest of a group is summed.
-      rows_.begin_sums(terms, args_.hidden, [&] { announcer.reaches(summed.begin / peers, rows_); });
+      // When the first batch of `summed` is put, the stores before it have had time to arrive, and peers wait for them.
+      rows_.begin_sums(terms, args_.hidden, [&] { announcer.after_part(summed.begin / peers, rows_); });
       announce(summed);
       summed = group.items;
       T* const landing = landings.peer(source);
@@ -140,24 +140,26 @@ class CombineGroups {
       return {assigned(args_, me, token, k), args_.targets[int64_t{token} * top_k + k]};
     });
     auto group = decltype(groups.next()){};
-    int whole = 0;       // the chunks before this one are here
-    bool waits = false;  // for the chunk of `group`
+    int whole = 0;         // this coop need not look for chunks before this one
+    bool missing = false;  // whether the chunk of `group` was not here at the last look
     for (;;) {
-      if (!waits) {
+      if (!missing) {
         group = groups.next();
         groups.look_ahead();
       }
       const bool more = group.items.begin < group.items.end;
       if (const int chunk = schedule.chunk_of(group.items.begin); more && chunk >= whole) {
-        const int seen = await_chunks(op_, schedule, chunk, waits);
+        // The code of the sums is long, so begin_sums() below is the only place that finishes them. If the chunk is
+        // missing, this pass finishes the sums under way, and the next one waits.
+        const int seen = await_chunks(op_, schedule, chunk, /*waits=*/missing);
         if (!op_.ok()) return rows_.drop();
-        waits = seen == 0;  // at first the sums under way are finished
+        missing = seen == 0;
         whole = chunk + seen;
         op_.enter(Phase::reduce);
         rows_.acquire();
       }
       const int token = group.items.begin + groups.item();
-      const bool here = token < group.items.end && !waits;
+      const bool here = token < group.items.end && !missing;
       const Lanes lanes = first_lanes(width) << (op_.coop.lane - at);  // those of the token
       const int target = target_bound_.index(group.mine.target);
       const int owner = target < 0 ? -1 : by_capacity_.quotient(target);
@@ -177,7 +179,7 @@ class CombineGroups {
       const auto terms = in_lanes(lost ? nullptr : row, own ? group.mine.own.weight : 1.0f, width);
       rows_.begin_sums(terms, args_.hidden);
       if (!more) return;
-      if (waits) continue;
+      if (missing) continue;
       rows_.sums_to(terms, in_lanes(here && !lost && at == 0 ? out : nullptr, 1.0f, width), args_.hidden);
       for (uint64_t left = op_.coop.ballot(here && lost && at == 0); left; left &= left - 1)
         fill_row(op_.coop, op_.coop.from_lane(out, lowest_bit(left)), 0xff, int64_t{args_.hidden} * sizeof(T));

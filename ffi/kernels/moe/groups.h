@@ -22,9 +22,10 @@ JAX_EP_CONSTANT_FN bool takes_groups(int tokens, int top_k, int64_t row_bytes) {
   return fits_groups(tokens, top_k, top_k) && row_bytes <= kShortRowBytes;
 }
 
-// The number of items in a sender's group: as many as fit, but so few that each of `coops` coops gets many groups,
-// because peers wait for a chunk until all of its groups are sent. Groups of fewer than kFewItems would cost more than
-// that wait. A power of two, so that no such group has both eager tokens and others.
+// The number of items in a sender's group: as many as fit, but so few that each of `coops` coops gets kGroupsPerCoop
+// groups, because peers wait for a chunk until all of its groups are sent. If these groups would have fewer than
+// kFewItems items, which costs more than that wait, a coop may get as few as kLeastGroupsPerCoop. The number is a power
+// of two, so that no such group has both eager tokens and others.
 JAX_EP_FN int group_items(int items, int width, int coops) {
   constexpr int kGroupsPerCoop = 16, kLeastGroupsPerCoop = 4, kFewItems = 4;  // tuned with `kernels_bench 2`
   const int few = smaller(kFewItems, items / (kLeastGroupsPerCoop * coops));

@@ -155,7 +155,8 @@ JAX_EP_FN void push_items(Op& op, Items items, int num_tokens, int top_k, const 
 JAX_EP_FN int count_chunks(const Op& op, const TokenSchedule& schedule, int chunk) {
   return op.ok() && schedule.chunk_tokens > 1 ? op.count_delivered(chunk, schedule.chunks - chunk) : 0;
 }
-// Waits until a chunk is here from all ranks. Returns how many are, from this one on. Without `waits` it may be none.
+// How many chunks are here from all ranks, from number `chunk` on. If none is, and `waits`, waits for `chunk`. Returns
+// 1 if that wait fails, so check op.ok().
 JAX_EP_FN int await_chunks(Op& op, const TokenSchedule& schedule, int chunk, bool waits = true) {
   if (op.comm.size == 1) return 1;
   if (const int whole = count_chunks(op, schedule, chunk); whole || !waits) return whole;
