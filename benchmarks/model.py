@@ -151,7 +151,8 @@ def drawn_ids(tokens: int, top_k: int, experts: int, ranks: int, skewed: bool) -
     the first rank."""
     rng = np.random.default_rng(SEED)
     popularity = np.exp(0.7 * skewed * rng.standard_normal(experts))
-    popularity[: experts // ranks] *= 1.5 if skewed else 1
+    if skewed:
+        popularity[: experts // ranks] *= 1.5
     return draw_ids(rng, tokens, top_k, popularity)
 
 
