@@ -61,11 +61,16 @@ class RowSum {
     else
       sum_directly(terms, sinks, width);
   }
-  JAX_EP_FN void finish() { finish(Nothing{}); }
+  template <class AfterFirst = Nothing>
+  JAX_EP_FN void finish(AfterFirst after_first = {}) {
+    stream_.finish([&](const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int row_bytes) {
+      sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)), after_first);
+    });
+  }
 
   // Several sums, each of the terms in terms.stride() lanes, and with its sinks in the same lanes. begin_sums() asks
-  // for their rows and finishes the sums before; sums_to() gives the sinks. If rows come in bulk,
-  // after_first() is called once, when the first batch of the sums before is put.
+  // for their rows and finishes the sums before; sums_to() gives the sinks. If rows come in bulk, after_first()
+  // is called once, when the first batch of the sums before is put.
   template <class AfterFirst = Nothing>
   JAX_EP_FN void begin_sums(const LaneTerms<const T>& terms, int width, AfterFirst after_first = {}) {
     if (stream_.in_bulk()) stream_.ask_for(terms, cut(width));
@@ -106,13 +111,6 @@ class RowSum {
   JAX_EP_FN int stage_bytes() const { return stage_values<kPacks>(batch_) * static_cast<int>(sizeof(T)); }
   JAX_EP_FN Cut cut(int width) const {
     return {width * static_cast<int>(sizeof(T)), batch_ * static_cast<int>(sizeof(T))};
-  }
-
-  template <class AfterFirst>
-  JAX_EP_FN void finish(AfterFirst after_first) {
-    stream_.finish([&](const LaneTerms<const T>& terms, const LaneTerms<char>& sinks, int row_bytes) {
-      sum_in_bulk(terms, sinks, row_bytes / static_cast<int>(sizeof(T)), after_first);
-    });
   }
 
   template <class AfterFirst>
