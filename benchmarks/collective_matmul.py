@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import jax_ep
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import AXIS, Loop, calls_between, check_alike, draw, on_ranks, teraflops
+from .in_jit_loop import AXIS, Loop, check_alike, draw, on_ranks, teraflops
 from .runner import Bench, Row, Run
 
 SEED = 0
@@ -98,7 +98,7 @@ def draw_operands(case: Case, group: jax_ep.Group) -> tuple[jax.Array, ...]:
 
 
 def rows(case: Case, run: Run) -> Iterator[Row]:
-    group, calls = run.group, calls_between(run.pause, CPU_CALLS if run.on_cpu else CALLS, case.flops)
+    group, calls = run.group, CPU_CALLS if run.on_cpu else CALLS
     own, b, multiplied, moved = draw_operands(case, group)
     ours, xla = (lambda b, a, how=how: OPS[case.op](a, b, group=group, implementation=how) for how in ("auto", "xla"))
     mine, theirs = (on_ranks(op, group.mesh)(b, own) for op in (ours, xla))
@@ -131,5 +131,4 @@ BENCH = Bench(
     lambda run: [f"{'float32, plain loops' if run.on_cpu else 'bfloat16'}; shapes are of one rank's product"],
     lambda parser: parser.add_argument("--devices", type=int, help="how many [all]"),
     quick="fewer shapes",
-    products=True,
 )

@@ -165,7 +165,6 @@ BENCH = Bench(
     rows,
     lambda run: NOTES,
     quick="fewer shapes",
-    products=True,
     open=lambda _: None,
     packages=("optax", "torch"),
 )

@@ -17,7 +17,6 @@ MORE_EXECUTIONS = 2  # when a program warms up
 MOST_BEFORE, MOST_TIMED = 25, 8
 IN_FLIGHT = 2  # executions that a device has before it: it does not wait for the host, nor the host long for it
 HEAT_SECONDS = 0.5  # until a GPU at its power limit has found its clocks: too high ones at first, then too low ones
-SHORT_FLOPS = 1e12  # a GPU needs a millisecond or two: less than would warm it
 
 Name = TypeVar("Name")
 
@@ -148,20 +147,13 @@ def compile_all(lowered: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compil
         return list(pool.map(lambda one: one.compile(), lowered))
 
 
-def calls_between(pause: float, most: int, flops: float) -> int:
-    """Calls of `flops` operations in a loop: after a pause no more than the device can do before it is hot."""
-    return max(1, min(most, int(SHORT_FLOPS / flops))) if pause else most
-
-
 def teraflops(flops: float, microseconds: float) -> str:
     rate = 1e-6 * flops / microseconds
     return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2f}"
 
 
-def take_turns(
-    programs: Mapping[Name, Program], repeats: int, pause: float = 0, hot: bool = False
-) -> dict[Name, float]:
-    """Microseconds per call: medians over `repeats` turns. `pause`: ms of rest before each.
+def take_turns(programs: Mapping[Name, Program], repeats: int, hot: bool = False) -> dict[Name, float]:
+    """Microseconds per call: medians over `repeats` turns.
 
     Executions follow others, so what the first takes to start does not count: a millisecond or more. `hot`: a loop has
     run for a while before the calls that count, so that no loop profits from those before it.
@@ -170,7 +162,6 @@ def take_turns(
     times: dict[Name, list[float]] = {name: [] for name in programs}
     for _ in range(repeats):
         for name, program in programs.items():
-            time.sleep(1e-3 * pause)
             timed = min(before[name], MOST_TIMED)
             times[name].append(1e6 * _seconds(program, before[name], timed) / (timed * program.calls))
     return {name: statistics.median(each) for name, each in times.items()}

@@ -14,7 +14,7 @@ from jax_ep import float8
 from jax_ep._kit import gemm
 from jax_ep.lax import ragged_dot
 
-from .in_jit_loop import Loop, calls_between, check_alike, teraflops
+from .in_jit_loop import Loop, check_alike, teraflops
 from .runner import Bench, Row, Run
 
 SEED = 0
@@ -155,11 +155,10 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     All but jax.lax's take turns. A GPU that has rested in that one's slow kernels would favour whoever comes next.
     """
     found, sizes = ways(case, run.options.by)
-    calls, lax_calls = (calls_between(run.pause, most, case.flops) for most in (CALLS, LAX_CALLS))
-    times = run.time({name: Loop(op, (rhs, sizes), lhs, calls) for name, (op, lhs, rhs) in found.items()}, hot=True)
+    times = run.time({name: Loop(op, (rhs, sizes), lhs, CALLS) for name, (op, lhs, rhs) in found.items()}, hot=True)
     if run.options.by == "core":
         _, lhs, rhs = found[OURS]
-        times |= run.time({LAX: Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, lax_calls)}, most=2)
+        times |= run.time({LAX: Loop(partial(grouped, jax.lax.ragged_dot), (rhs, sizes), lhs, LAX_CALLS)}, most=2)
     first, mine = next(iter(times.items()))
     yield {
         "product": case,
@@ -187,4 +186,4 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--by", choices=("core", "pallas", "float8"), default="core", help=beside)
 
 
-BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", products=True, open=lambda _: None)
+BENCH = Bench(__doc__, cases, rows, notes, arguments, quick="fewer shapes", open=lambda _: None)

@@ -69,4 +69,4 @@ def rows(case: Case, run: Run) -> Iterator[Row]:
     }
 
 
-BENCH = Bench(__doc__, lambda run: CPU_CASES if run.on_cpu else GPU_CASES, rows, products=True, open=lambda _: None)
+BENCH = Bench(__doc__, lambda run: CPU_CASES if run.on_cpu else GPU_CASES, rows, open=lambda _: None)

@@ -52,23 +52,21 @@ class Run:
     def on_cpu(self) -> bool:
         return self.mesh.devices.flat[0].platform == "cpu"
 
-    @property
-    def pause(self) -> float:
-        """Milliseconds of rest before each loop."""
-        return getattr(self.options, "pause", 0)
-
     def time(self, loops: Mapping[Name, Loop], hot: bool = False, most: int = 1000) -> dict[Name, float]:
         """Microseconds per call of each loop, all in turns: medians of --repeats turns, or of `most`.
 
-        `hot`: on a GPU, a loop runs for a while before the calls that count, unless there is a pause.
+        `hot`: on a GPU, a loop runs for a while before the calls that count.
         """
         return self.turns(compile_loops(loops, self.mesh), hot, most)
 
     def turns(self, programs: Mapping[Name, Program], hot: bool = False, most: int = 1000) -> dict[Name, float]:
         """As `time`, of compiled loops."""
-        hot, loops = hot and not (self.pause or self.on_cpu), min(self.options.repeats, most)
-        times = take_turns(programs, loops, self.pause, hot)
-        self.note(f"us: per call inside one jitted loop, all in turns, median of {loops} loops{self._heat(hot)}")
+        hot, loops = hot and not self.on_cpu, min(self.options.repeats, most)
+        times = take_turns(programs, loops, hot)
+        heat = (
+            f"; hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take" if hot else ""
+        )
+        self.note(f"us: per call inside one jitted loop, all in turns, median of {loops} loops{heat}")
         if self.opened is not None:
             self.opened.check()
         return times
@@ -78,13 +76,6 @@ class Run:
         if text not in self.noted:
             self.noted.append(text)
             log(text)
-
-    def _heat(self, hot: bool) -> str:
-        if self.pause:
-            return f"; cool: short, {self.pause:g} ms of rest before each, so that a GPU reaches its highest clocks"
-        if hot:
-            return f"; hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
-        return ""
 
 
 def open_all(options: argparse.Namespace) -> jax_ep.Group:
@@ -101,7 +92,6 @@ class Bench:
     notes: Callable[[Run], Iterable[str]] = lambda run: ()
     arguments: Callable[[argparse.ArgumentParser], Any] = lambda parser: None
     quick: str = ""  # what --quick leaves of the cases, which then have an attribute `quick`
-    products: bool = False  # a GPU that multiplies without rest runs at its power limit, below its highest clocks
     repeats: int = 5
     open: Callable[[argparse.Namespace], jax_ep.Group | None] = open_all  # None: one device, no group
     packages: tuple[str, ...] = ()  # whose versions count, where they are installed
@@ -145,17 +135,12 @@ def command_line(what: str, bench: Bench) -> argparse.ArgumentParser:
         description=bench.about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--repeats", "--rounds", type=int, default=bench.repeats, help="turns, each a timed loop [%(default)s]"
-    )
+    parser.add_argument("--repeats", type=int, default=bench.repeats, help="turns, each a timed loop [%(default)s]")
     parser.add_argument("--json", nargs="?", type=Path, const=Path(), help="write a file for benchmarks/results/")
     parser.add_argument("--commit", help="of the sources, where there is no git")
     if bench.quick:
         parser.add_argument("--quick", action="store_true", help=bench.quick)
         parser.add_argument("--shapes", default="", metavar="TEXT", help="only shapes whose name has TEXT")
-    if bench.products:
-        rest = "rest before each timed loop, which is short then [%(default)g]"
-        parser.add_argument("--pause", type=float, default=0, metavar="MS", help=rest)
     bench.arguments(parser)
     return parser
 

@@ -110,6 +110,5 @@ BENCH = Bench(
     lambda run: CPU_CASES if run.on_cpu else GPU_CASES,
     rows,
     quick="fewer shapes",
-    products=True,
     open=lambda _: None,
 )
