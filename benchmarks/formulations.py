@@ -4,7 +4,6 @@ XLA's sorts the assignments by expert, sends each rank the rows meant for it, an
 move by gathers only: XLA's scatters are slower. Shapes of a rank: R ranks, T tokens, top-K, C rows of room.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +24,12 @@ class Formulation(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of XLA's formulation."""
+    """Of `padded_all_to_all`."""
 
     rows: jax.Array  # [C, H] by local expert
     group_sizes: jax.Array  # [E / R]
     regrouped: jax.Array  # [C] the received row that stands at each place after regrouping
-    sent: Any  # what the formulation itself needs
+    slots: jax.Array  # [T * K] of each assignment, among the R * B rows sent
 
 
 def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, **options: Any) -> Formulation:
@@ -44,11 +43,6 @@ def jax_ep_ops(group: jax_ep.Group, experts: int, capacity: int, **options: Any)
     return Formulation(dispatch, combine)
 
 
-def block_rows(mean_rows: float) -> int:
-    """Rows a block for uniform routing: 5% and 64 rows of slack, rounded up to 8."""
-    return math.ceil((1.05 * mean_rows + 64) / 8) * 8
-
-
 def padded_all_to_all(experts: int, block: int) -> Formulation:
     """From `jax.lax.all_to_all` alone, the fastest without kernels: each rank sends each other one block of rows.
 
@@ -57,44 +51,30 @@ def padded_all_to_all(experts: int, block: int) -> Formulation:
 
     def dispatch(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> State:
         del weights
-        owners, order, by_rank = _sorted_by_expert(ids, experts)
+        size, flat = jax.lax.axis_size(AXIS), ids.reshape(-1)
+        local = experts // size
+        owners, order = flat // local, jnp.argsort(flat)
+        by_rank = jnp.bincount(owners, length=size).astype(jnp.int32)
         starts = jnp.cumsum(by_rank) - by_rank
         within = jnp.arange(block)
         source = order.at[starts[:, None] + within].get(mode="clip")  # [R, B] assignments
-        sent_experts = jnp.where(within < by_rank[:, None], ids.reshape(-1)[source], experts)
+        sent_experts = jnp.where(within < by_rank[:, None], flat[source], experts)  # `experts` where a row is padding
         rows = jax.lax.all_to_all(tokens[source // ids.shape[1]], AXIS, 0, 0)
         received = jax.lax.all_to_all(sent_experts, AXIS, 0, 0).reshape(-1)
-        slots = owners * block + jnp.argsort(order) - starts[owners]  # of each assignment, among the R * B sent
-        return _regrouped(rows.reshape(len(received), -1), received, experts, slots)
+        regrouped = jnp.argsort(received)
+        mine = jnp.where(received < experts, received - jax.lax.axis_index(AXIS) * local, local)
+        sizes = jnp.bincount(mine, length=local + 1)[:local]
+        slots = owners * block + jnp.argsort(order) - starts[owners]
+        return State(rows.reshape(len(received), -1)[regrouped], sizes, regrouped, slots)
 
     def combine(state: State, weights: jax.Array) -> jax.Array:
         as_received = state.rows[jnp.argsort(state.regrouped)]
         blocks = as_received.reshape(jax.lax.axis_size(AXIS), -1, as_received.shape[1])
         returned = jax.lax.all_to_all(blocks, AXIS, 0, 0).reshape(as_received.shape)
-        return _weighted(returned[state.sent], weights)
+        by_token = returned[state.slots].reshape(*weights.shape, -1).astype(jnp.float32)
+        return jnp.einsum("tkh,tk->th", by_token, weights).astype(returned.dtype)
 
     return Formulation(dispatch, combine)
-
-
-def _sorted_by_expert(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[T * K] the rank that owns each assignment's expert, [T * K] the assignments in order, [R] how many each owns."""
-    size, flat = jax.lax.axis_size(AXIS), ids.reshape(-1)
-    owners = flat // (experts // size)
-    return owners, jnp.argsort(flat), jnp.bincount(owners, length=size).astype(jnp.int32)
-
-
-def _regrouped(rows: jax.Array, received: jax.Array, experts: int, sent: Any) -> State:
-    """`received`: the expert of each row, `experts` where a row is padding."""
-    local = experts // jax.lax.axis_size(AXIS)
-    order = jnp.argsort(received)
-    mine = jnp.where(received < experts, received - jax.lax.axis_index(AXIS) * local, local)
-    return State(rows[order], jnp.bincount(mine, length=local + 1)[:local], order, sent)
-
-
-def _weighted(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sums [T, H] of the rows of all assignments [T * K, H]."""
-    by_token = rows.reshape(*weights.shape, -1).astype(jnp.float32)
-    return jnp.einsum("tkh,tk->th", by_token, weights).astype(rows.dtype)
 
 
 def result_and_gradients(function: Callable[..., Any], cotangent: jax.Array, *operands: Any) -> Any:

@@ -63,10 +63,10 @@ class Run:
         """As `time`, of compiled loops."""
         hot, loops = hot and not self.on_cpu, min(self.options.repeats, most)
         times = take_turns(programs, loops, hot)
-        heat = (
-            f"; hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take" if hot else ""
-        )
-        self.note(f"us: per call inside one jitted loop, all in turns, median of {loops} loops{heat}")
+        how = f"us: per call inside one jitted loop, all in turns, median of {loops} loops"
+        if hot:
+            how += f"; hot: after {HEAT_SECONDS:g} s of the same, or as much of it as {MOST_BEFORE} loops take"
+        self.note(how)
         if self.opened is not None:
             self.opened.check()
         return times
