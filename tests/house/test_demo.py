@@ -88,23 +88,6 @@ def test_an_example_trains(name: str, steps: str, capsys: pytest.CaptureFixture[
     assert example(name).main(["--steps", steps]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # the example calls Pallas itself
-def test_ways_of_matching_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All find the same places. A way that does not is told."""
-    matching, arguments = example("index_matching"), ["--ids", "300", "--out", str(tmp_path / "ways.png")]
-    assert matching.main(arguments) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("300 ids in a union of 1,199, on ")
-    assert output.count("| yes |") == 6
-    assert (tmp_path / "ways.png").stat().st_size > 1000
-    monkeypatch.setattr(matching, "places_in_sorted", lambda union, ids, interpret: ids)
-    monkeypatch.setattr(matching, "microseconds", lambda *_: 1.0)
-    assert matching.main(arguments) == 1
-    assert re.search("^[|] jax_ep: halving .*[|] NO [|]$", capsys.readouterr().out, re.MULTILINE)
-
-
 def test_an_example_runs_as_a_file(tmp_path: Path) -> None:
     output = helpers.run_python(str(EXAMPLES / "nnx_moe.py"), "--steps=2", cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert "step 0: loss " in output
@@ -115,7 +98,7 @@ def test_help_needs_no_extras(tmp_path: Path) -> None:
 import runpy, sys
 sys.modules.update(optax=None, matplotlib=None, tqdm=None)
 sys.path[0] = {str(EXAMPLES)!r}
-for name in ("index_matching", "node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm"):
+for name in ("node_limited", "sparse_embedding", "tensor_parallel_mlp", "train_moe_lm"):
     sys.argv = [name, "--help"]
     try:
         runpy.run_path(f"{{sys.path[0]}}/{{name}}.py", run_name="__main__")
@@ -125,7 +108,7 @@ from jax_ep.__main__ import main
 main(["demo", "--help"])
 """
     output = helpers.run_python("-c", script, cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert output.count("usage: ") == 6
+    assert output.count("usage: ") == 5
 
 
 @pytest.mark.usefixtures("native")
