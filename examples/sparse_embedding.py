@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 import jax_ep
-from jax_ep import Implementation, embedding
+from jax_ep import embedding
 
 if __name__ == "__main__":  # run as a file: the package is its folder
     sys.path.append(str(Path(__file__).parents[1]))
@@ -60,20 +60,13 @@ def init_tables(key: jax.Array, vocabulary: int) -> Tables:
     return {"center": center, "context": jnp.zeros((vocabulary, DIMENSION))}
 
 
-def summed_gradient(
-    tables: Tables, batch: Batch, group: jax_ep.Group, implementation: Implementation
-) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
+def summed_gradient(tables: Tables, batch: Batch, group: jax_ep.Group) -> tuple[dict[str, jax_ep.SparseRows], Metrics]:
     """On one device: the gradient of the loss of all devices. Words drawn twice are added up before they are sent."""
     ids = {"center": batch.center, "context": {"true": batch.context, "noise": batch.noise}}
     value, gradient = embedding.sparse_value_and_grad(loss)(tables, ids)
     own = {name: jax_ep.coalesce(rows) for name, rows in gradient.items()}
     total = {
-        name: jax_ep.sparse_all_reduce(
-            rows,
-            group=group,
-            capacity=min(rows.num_rows, group.size * rows.indices.size),
-            implementation=implementation,
-        )
+        name: jax_ep.sparse_all_reduce(rows, group=group, capacity=min(rows.num_rows, group.size * rows.indices.size))
         for name, rows in own.items()
     }
     mean = partial(jax.lax.pmean, axis_name=group.axis_name)
@@ -84,22 +77,22 @@ def summed_gradient(
 Step = Callable[[Tables, Any, Batch, float], tuple[Tables, Any, Metrics]]
 
 
-def make_train_step(group: jax_ep.Group, implementation: Implementation) -> Step:
+def make_train_step(group: jax_ep.Group) -> Step:
     """One jitted step of row-wise Adagrad: the tables and their state are replicated, the batch is spread."""
 
     def per_device(tables: Tables, state: Any, batch: Batch, learning_rate: jax.Array) -> tuple[Tables, Any, Metrics]:
-        gradient, metrics = summed_gradient(tables, batch, group, implementation)
+        gradient, metrics = summed_gradient(tables, batch, group)
         return *embedding.rowwise_adagrad(learning_rate).step(tables, state, gradient), metrics
 
     specs = (P(), P(), P(group.axis_name), P())
     return jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()), donate_argnums=(0, 1))
 
 
-def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: Implementation) -> tuple[Tables, Metrics]:
+def train(corpus: Corpus, steps: int, group: jax_ep.Group) -> tuple[Tables, Metrics]:
     """Trains with a progress bar; returns the tables and the metrics of every step, stacked."""
     from tqdm import tqdm  # here, so that --help needs no extras
 
-    step = make_train_step(group, implementation)
+    step = make_train_step(group)
     place = partial(jax.device_put, device=jax.sharding.NamedSharding(group.mesh, P()))
     tables = place(init_tables(jax.random.key(SEED), len(corpus.vocabulary)))
     state = place(embedding.rowwise_adagrad(LEARNING_RATE).init(tables))
@@ -112,26 +105,6 @@ def train(corpus: Corpus, steps: int, group: jax_ep.Group, implementation: Imple
             history.append(jax.device_get(metrics))  # awaits the step
             bar.set_postfix_str(f"loss {history[-1].loss:.3f}", refresh=False)
     return tables, jax.tree.map(lambda *values: np.stack(values), *history)
-
-
-def agrees_with_dense(corpus: Corpus, tables: Tables, group: jax_ep.Group, implementation: Implementation) -> float:
-    """The largest difference between the sparse gradient of a batch and the `psum` of dense ones, relative to it."""
-
-    def dense_loss(tables: Tables, batch: Batch) -> jax.Array:
-        center, context = tables["center"], tables["context"]
-        both = {"true": context[batch.context], "noise": context[batch.noise]}
-        return loss({"center": center[batch.center], "context": both})
-
-    def per_device(tables: Tables, batch: Batch) -> tuple[Tables, Tables]:
-        sparse, _ = summed_gradient(tables, batch, group, implementation)
-        dense = jax.grad(dense_loss)(jax.lax.pcast(tables, group.axis_name, to="varying"), batch)
-        return {name: rows.todense() for name, rows in sparse.items()}, jax.lax.psum(dense, group.axis_name)
-
-    batch = sample_batch(corpus, np.random.default_rng(SEED + 1), PAIRS, NOISE)
-    specs = (P(), P(group.axis_name))
-    both = jax.jit(jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P()))(tables, batch)
-    sparse, dense = jax.device_get(both)
-    return max(float(np.abs(sparse[name] - dense[name]).max() / np.abs(dense[name]).max()) for name in dense)
 
 
 def neighbours(corpus: Corpus, tables: Tables, word: str, count: int = 6) -> list[str]:
@@ -152,12 +125,11 @@ def received_bytes(metrics: Metrics, vocabulary: int, size: int) -> tuple[float,
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0 if the loss fell and the sparse gradients agreed with dense ones."""
+    """Returns 0 if the loss fell."""
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep demo-sparse", description="Train word vectors with sparse gradients."
     )
     parser.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
@@ -166,16 +138,14 @@ def main(arguments: list[str]) -> int:
     devices = np.array(jax.devices())
     devices = devices[: np.gcd.reduce([devices.size, PAIRS, NOISE])]  # the batch must divide
     with jax_ep.Group(Mesh(devices, ("dp",)), "dp") as group:
-        implementation = options.implementation
         print(
             f"2 tables of {len(corpus.vocabulary):,} words x {DIMENSION}, {PAIRS} pairs a step "
-            f"on {group.size} x {devices[0].device_kind}; implementation {implementation!r}",
+            f"on {group.size} x {devices[0].device_kind}",
             flush=True,
         )
         start = time.perf_counter()
-        tables, metrics = train(corpus, options.steps, group, implementation)
+        tables, metrics = train(corpus, options.steps, group)
         seconds = time.perf_counter() - start
-        difference = agrees_with_dense(corpus, tables, group, implementation)
         group.check()
 
     print()
@@ -184,18 +154,16 @@ def main(arguments: list[str]) -> int:
     last = min(100, options.steps // 2)
     first_loss, last_loss = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
     sparse, dense = received_bytes(metrics, len(corpus.vocabulary), group.size)
-    fell, agreed = last_loss < 0.9 * first_loss, difference <= 1e-4
+    fell = last_loss < 0.9 * first_loss
     print(f"\nloss: {first_loss:.3f} at the start, {last_loss:.3f} at the end (mean of {last} steps), in nats per pair")
-    print(f"{options.steps * PAIRS / seconds:,.0f} pairs/s; sparse against dense gradient, relative: {difference:.1e}")
     print(
+        f"{options.steps * PAIRS / seconds:,.0f} pairs/s\n"
         f"each device received {sparse / 1e6:,.0f} MB; a dense all-reduce would have brought it {dense / 1e6:,.0f} MB: "
         f"{(dense - sparse) / 1e6:,.0f} MB not sent"
     )
     if not fell:
         print("FAILED: the loss did not fall")
-    if not agreed:
-        print("FAILED: the sparse gradient is not the dense one")
-    return 0 if fell and agreed else 1
+    return 0 if fell else 1
 
 
 if __name__ == "__main__":

@@ -56,21 +56,17 @@ def init_params(key: jax.Array, group: jax_ep.Group) -> Params:
     return Params(*map(draw, jax.random.split(key, len(shapes)), shapes, partition_specs(group.axis_name)))
 
 
-def loss(
-    params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
-) -> jax.Array:
+def loss(params: Params, batch: jax.Array, dtype: Any, group: jax_ep.Group) -> jax.Array:
     """Mean cross-entropy in nats of the last byte of each row of `batch` [ROWS, CONTEXT + 1], given its other bytes."""
     import optax  # here, so that --help needs no extras
 
     def per_device(params: Params, batch: jax.Array) -> jax.Array:
-        ops = {"group": group, "implementation": implementation}
         x = params.embedding[batch[:, :-1].astype(jnp.int32)].reshape(-1, D_MODEL).astype(dtype)
         for expand, contract in zip(params.expand.astype(dtype), params.contract.astype(dtype), strict=True):
-            normal = (x / jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True) + 1e-6)).astype(
-                dtype
-            )
-            hidden = jax.nn.gelu(jax_ep.all_gather_matmul(normal, expand, **ops))
-            x = x + jax_ep.matmul_reduce_scatter(hidden, contract, **ops)
+            mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True)
+            normal = (x / jnp.sqrt(mean_square + 1e-6)).astype(dtype)
+            hidden = jax.nn.gelu(jax_ep.all_gather_matmul(normal, expand, group=group))
+            x = x + jax_ep.matmul_reduce_scatter(hidden, contract, group=group)
         logits = x.astype(jnp.float32) @ params.logits
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, -1].astype(jnp.int32))
         return jax.lax.pmean(losses.mean(), group.axis_name)
@@ -79,10 +75,8 @@ def loss(
     return jax.shard_map(per_device, mesh=group.mesh, in_specs=specs, out_specs=P())(params, batch)
 
 
-def train(
-    params: Params, text: np.ndarray, steps: int, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
-) -> tuple[Params, list[float]]:
-    """Trains with a progress bar; returns the weights and the loss of every step."""
+def train(params: Params, text: np.ndarray, steps: int, dtype: Any, group: jax_ep.Group) -> list[float]:
+    """Trains with a progress bar; returns the loss of every step."""
     import optax
     from tqdm import tqdm
 
@@ -91,7 +85,7 @@ def train(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Params, state: Any, batch: jax.Array) -> tuple[Params, Any, jax.Array]:
-        value, gradient = jax.value_and_grad(loss)(params, batch, dtype, group, implementation)
+        value, gradient = jax.value_and_grad(loss)(params, batch, dtype, group)
         updates, state = optimizer.update(gradient, state, params)
         return jax.tree.map(jnp.add, params, updates), state, value
 
@@ -101,26 +95,13 @@ def train(
             params, state, value = train_step(params, state, sample_batch(text, rng, ROWS, CONTEXT))
             losses.append(float(value))
             bar.set_postfix_str(f"loss {losses[-1]:.3f}", refresh=False)
-    return params, losses
-
-
-def difference_from_xla(
-    params: Params, batch: np.ndarray, dtype: Any, group: jax_ep.Group, implementation: jax_ep.Implementation
-) -> float:
-    """The difference of the gradients, by norms: the largest over all weights."""
-
-    def gradients(implementation: jax_ep.Implementation) -> Any:
-        return jax.jit(lambda params: jax.grad(loss)(params, batch, dtype, group, implementation))(params)
-
-    ours, theirs = (jax.device_get(gradients(one)) for one in (implementation, "xla"))
-    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(ours, theirs, strict=True))
+    return losses
 
 
 def main(arguments: list[str]) -> int:
-    """Returns 0 if the loss fell and the gradients agreed with gradients by XLA's own collectives."""
+    """Returns 0 if the loss fell."""
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo-mlp", description="Train a tensor-parallel MLP.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
@@ -129,32 +110,25 @@ def main(arguments: list[str]) -> int:
     devices = np.array(jax.devices())
     devices = devices[: np.gcd.reduce([devices.size, ROWS, D_HIDDEN // 8])]  # rows and hidden units must divide
     with jax_ep.Group(Mesh(devices, ("tp",)), "tp") as group:
-        implementation = options.implementation
-        dtype, tolerance = (jnp.float32, 1e-4) if group.platform == "cpu" else (jnp.bfloat16, 2e-2)
+        dtype = jnp.float32 if group.platform == "cpu" else jnp.bfloat16
         print(
             f"{LAYERS} layers of {D_HIDDEN} hidden units over {group.size} x {devices[0].device_kind}, "
-            f"{jnp.dtype(dtype).name}; implementation {implementation!r}",
+            f"{jnp.dtype(dtype).name}",
             flush=True,
         )
         start = time.perf_counter()
-        params, losses = train(
-            init_params(jax.random.key(SEED), group), text, options.steps, dtype, group, implementation
-        )
+        losses = train(init_params(jax.random.key(SEED), group), text, options.steps, dtype, group)
         seconds = time.perf_counter() - start
-        batch = sample_batch(text, np.random.default_rng(SEED + 1), ROWS, CONTEXT)
-        difference = difference_from_xla(params, batch, dtype, group, implementation)
         group.check()
 
     last = min(SMOOTHING, options.steps // 2)
     first_loss, last_loss = losses[0], float(np.mean(losses[-last:]))
-    fell, agreed = last_loss < 0.9 * first_loss, difference <= tolerance
+    fell = last_loss < 0.9 * first_loss
     print(f"loss: {first_loss:.3f} at the start, {last_loss:.3f} at the end (mean of {last} steps), in nats per byte")
-    print(f"{options.steps / seconds:,.1f} steps/s; gradients against 'xla', relative: {difference:.1e}")
+    print(f"{options.steps / seconds:,.1f} steps/s")
     if not fell:
         print("FAILED: the loss did not fall")
-    if not agreed:
-        print(f"FAILED: gradients differ by more than {tolerance}")
-    return 0 if fell and agreed else 1
+    return 0 if fell else 1
 
 
 if __name__ == "__main__":

@@ -110,20 +110,17 @@ def agrees_with_reference(
     return same, difference
 
 
-def plot(metrics: moe_lm.Metrics, in_float8: moe_lm.Metrics | None, size: int, path: Path) -> None:
-    """Writes the loss curves and the expert load, at the start and at the end of training, as a PNG."""
+def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
+    """Writes the loss curve and the expert load, at the start and at the end of training, as a PNG."""
     from matplotlib.figure import Figure
 
     steps, experts = metrics.load.shape
     last = min(SMOOTHING, steps)
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, color, history in (("float32", "tab:blue", metrics), ("float8", "tab:orange", in_float8)):
-        if history is not None:
-            left.plot(history.loss, color=color, alpha=0.3, linewidth=0.8)
-            smooth = np.convolve(history.loss, np.ones(last) / last, mode="valid")
-            left.plot(np.arange(last - 1, steps) - last // 2, smooth, color=color, label=name)
-    left.legend()
+    left.plot(metrics.loss, color="tab:blue", alpha=0.3, linewidth=0.8)
+    smooth = np.convolve(metrics.loss, np.ones(last) / last, mode="valid")
+    left.plot(np.arange(last - 1, steps) - last // 2, smooth, color="tab:blue")
     left.set(title="Training loss", xlabel="step", ylabel="nats per byte")
     for name, load, shift in (("first", metrics.load[:last], -0.2), ("last", metrics.load[-last:], 0.2)):
         right.bar(np.arange(experts) + shift, load.mean(axis=0), width=0.4, label=f"{name} {last} steps")
@@ -159,31 +156,21 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m jax_ep demo", description="Train a small MoE language model.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("jax_ep_demo.png"), help="PNG file; default: %(default)s")
-    parser.add_argument("--implementation", choices=("auto", "kernels", "xla"), default="auto")
     parser.add_argument("--nodes", type=int, help="into which the devices are split, such as processes; default: none")
-    parser.add_argument("--float8", action="store_true", help="train once more with experts in float8, and compare")
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
     if not options.out.absolute().parent.is_dir():
         parser.error(f"--out must be in a folder that exists, got {options.out}")
 
-    config = moe_lm.Config(implementation=options.implementation)
+    config, text = moe_lm.Config(), load_bytes()
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
     with open_group(options.nodes, config) as group:
-        implementation = config.implementation
-        text = load_bytes()
         params = moe_lm.init_params(jax.random.key(SEED), config, group)
-        in_float8 = None
-        if options.float8:
-            narrow = dataclasses.replace(config, precision="float8")
-            again = moe_lm.init_params(jax.random.key(SEED), config, group)
-            in_float8 = train(again, text, options.steps, narrow, group)[1]
         count = sum(x.size for x in jax.tree.leaves(params))
         show(
             f"{count:,} parameters, top-{config.top_k} of {config.experts} experts in {config.layers} layers, "
-            f"on {group.nodes} x {group.size // group.nodes} x {group.mesh.devices.flat[0].device_kind}; "
-            f"implementation {implementation!r}\n"
+            f"on {group.nodes} x {group.size // group.nodes} x {group.mesh.devices.flat[0].device_kind}\n"
             f"{text.size:,} bytes of the Python standard library, {SEQUENCES * LENGTH} a step, seed {SEED}"
         )
         params, metrics = train(params, text, options.steps, config, group)
@@ -193,7 +180,7 @@ def main(arguments: list[str]) -> int:
         sample = moe_lm.generate(params, SAMPLE_PROMPT, SAMPLE_LENGTH, SEED, config, group)
         group.check()
     if jax.process_index() == 0:
-        plot(metrics, in_float8, group.size, options.out)
+        plot(metrics, group.size, options.out)
 
     last = min(SMOOTHING, options.steps // 2)
     start, end = float(metrics.loss[0]), float(np.mean(metrics.loss[-last:]))
@@ -201,13 +188,8 @@ def main(arguments: list[str]) -> int:
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sample.decode(errors="replace"))
     show(f"\nsample:\n{printable}\n")
     show(f"loss: {start:.3f} at the start, {end:.3f} at the end (mean of {last} steps), in nats per byte")
-    if in_float8 is not None:
-        end8 = float(np.mean(in_float8.loss[-last:]))
-        gap = float(np.mean(np.abs(in_float8.loss - metrics.loss)))
-        off = f"{end8 / end - 1:+.2%}"
-        show(f"experts in float8: {end8:.3f} at the end ({off}); {gap:.4f} apart in the mean step")
     show(
-        f"live batch, {implementation!r} against 'xla': routing {'equal' if same else 'DIFFERENT'}, "
+        f"live batch, against implementation='xla': routing {'equal' if same else 'DIFFERENT'}, "
         f"largest difference {difference:.1e}: {'agreed' if agreed else 'DISAGREED'}"
     )
     show(f"wrote {options.out}")
