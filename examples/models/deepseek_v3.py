@@ -1,9 +1,5 @@
 """DeepSeek-V3: latent attention, a sigmoid router with groups and a bias, a shared expert, and a few dense layers.
 
-    config = deepseek_v3.Config.from_json(folder)
-    params = model.load(folder, config, group)
-    tokens = model.generate(params, ids, 64, config, Run(group))
-
 The float8 blocks of a published checkpoint become bfloat16. With `dataclasses.replace(config, float8=True)` those of
 the routed experts stay as they are, for `Run(group, moe={"precision": "float8"})`. Multi-token prediction is left out.
 """

@@ -1,9 +1,5 @@
 """GPT-OSS (20b and 120b): biases, a clamped unit, attention sinks, and sliding windows in every other layer.
 
-    config = gpt_oss.Config.from_json(folder)
-    params = model.load(folder, config, group)
-    tokens = model.generate(params, ids, 64, config, Run(group))
-
 The experts of a published checkpoint, in MXFP4, become bfloat16, and gate and up, which alternate there, two matrices.
 """
 

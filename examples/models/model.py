@@ -1,6 +1,10 @@
 """What all models do: they load, save, compute logits, and generate. training.py has what trains them.
 
 A model is its config: `qwen3_moe.Config`, `gpt_oss.Config` or `deepseek_v3.Config`, each a `Model`.
+
+    config = qwen3_moe.Config.from_json(folder)
+    params = load(folder, config, group)
+    tokens = generate(params, ids, 64, config, Run(group))
 """
 
 import abc

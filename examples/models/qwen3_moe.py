@@ -1,9 +1,4 @@
-"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): loads, trains and generates.
-
-config = qwen3_moe.Config.from_json(folder)
-params = model.load(folder, config, group)
-tokens = model.generate(params, ids, 64, config, Run(group))
-"""
+"""Qwen3-MoE (Qwen3-30B-A3B, Qwen3-235B-A22B): loads, trains and generates."""
 
 import dataclasses
 from typing import Any
