@@ -56,6 +56,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("embedding", {"embedding step", "step, us", "of update, apply_updates"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
         pytest.param("model", {"dropped"}, marks=pytest.mark.nightly),
+        pytest.param("nodes --quick --nodes 2", {"dispatch, us", "step, us"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_benchmark_keeps_what_it_prints(
@@ -78,6 +79,12 @@ def test_a_benchmark_keeps_what_it_prints(
         layer = benchmark("layer")
         of_it = [layer.PRODUCTS, layer.OURS, layer.FLOAT8, layer.BIASES, layer.GPT_OSS, layer.ROUNDED, layer.PADDED]
         assert [row["of it"] for row in printed] == of_it
+    if command.startswith("nodes"):
+        assert [(row["way"], row["formulas say, B"]) for row in printed] == [
+            ("dense", "the same"),
+            ("by capacity", "the same"),
+        ]
+        assert min(float(row[f"{op}, of the least"]) for row in printed for op in ("dispatch", "combine")) >= 1
 
 
 def test_decoding_is_part_of_the_sweep(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,19 +314,6 @@ def test_bytes_of_a_collective(line: str) -> None:
 def test_bytes_that_cannot_be_counted(line: str, last: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         benchmark("collective_bytes").to_other_nodes(f"%a = f32[4]{{0}} {line}", [0, 0, 1, last])
-
-
-@pytest.mark.nightly
-def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "nodes", "--quick", "--repeats", "1", "--nodes", "2"]) == 0
-    rows = rows_of(capsys.readouterr().out)
-    assert [row["way"] for row in rows] == ["dense", "by capacity"]
-    for row in rows:
-        assert row["formulas say, B"] == "the same"
-        assert float(row["dispatch, of the least"]) >= 1
-        assert float(row["combine, of the least"]) >= 1
-        assert number(row["dispatch, B"]) > number(row["combine, B"])
-        assert all(np.isfinite(number(row[f"{name}, us"])) for name in ("dispatch", "combine", "layer", "step"))
 
 
 def test_the_tables_of_the_formulas() -> None:
