@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <cstring>
-#include <filesystem>
 #include <future>
 #include <random>
 
@@ -18,11 +17,7 @@ constexpr uint64_t kOwner = 77;
 constexpr double kPatience = 0.02;  // seconds
 const std::vector<std::vector<int>> kLine{{0, 1}};
 
-int open_descriptors() {
-  int count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
-  return count;
-}
+int open_descriptors() { return count_entries("/proc/self/fd"); }
 
 enum class File { sealed, growing, short_one, pipe };
 
@@ -58,9 +53,9 @@ void send_raw(int socket, const void* bytes, std::size_t size, const std::vector
   sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-Note share_of(int rank_index) {
+Note share_of(int rank_index, uint64_t bytes = kBytes, uint64_t owner = kOwner) {
   static uint64_t region = 0;
-  return {Note::Kind::share, rank_index, kOwner, ++region, kBytes, /*base=*/0, /*text=*/{}};
+  return {Note::Kind::share, rank_index, owner, ++region, bytes, /*base=*/0, /*text=*/{}};
 }
 
 Note note_of(Note::Kind kind, int rank_index = -1) { return {kind, rank_index, 0, 0, 0, 0, /*text=*/{}}; }
@@ -115,66 +110,52 @@ void expect_breach(const char* rule, const std::function<void(Victim&)>& break_i
   expect(open_descriptors() == before, "a breach leaves no descriptor");
 }
 
+struct Message {
+  Note note;
+  std::vector<int> descriptors = {};
+};
+void expect_breach_by(const char* rule, const std::vector<Message>& messages) {
+  expect_breach(rule, [&](Victim& v) {
+    for (const Message& each : messages) v.send(each.note, each.descriptors);
+  });
+}
+
 TEST_CASE("every rule of the notes that is broken is named") {
   const Descriptor file = make_file(File::sealed);
   const int fd = file.get();
   expect_breach("no note", [](Victim& v) { send_raw(v.socket(), "hello", 5, {}); });
   expect_breach("no note", [&](Victim& v) { send_raw(v.socket(), "hello", 5, {fd, fd}); });
   expect_breach("no note", [](Victim& v) { send_raw(v.socket(), std::vector<char>(1000).data(), 1000, {}); });
-  expect_breach("unknown kind 9", [](Victim& v) { v.send(note_of(static_cast<Note::Kind>(9))); });
-  expect_breach("unknown kind -1", [](Victim& v) { v.send(note_of(static_cast<Note::Kind>(-1))); });
-  expect_breach("with 0 descriptors, not 1", [](Victim& v) { v.send(share_of(1)); });
-  expect_breach("with 2 descriptors, not 1", [&](Victim& v) { v.send(share_of(1), {fd, fd}); });
-  expect_breach("with 253 descriptors", [&](Victim& v) { v.send(share_of(1), std::vector<int>(253, fd)); });
-  expect_breach("with 1 descriptors, not 0", [&](Victim& v) { v.send(note_of(Note::Kind::goodbye), {fd}); });
-  expect_breach("a text without an end", [](Victim& v) {
-    Note note = note_of(Note::Kind::refused);
-    std::memset(note.text, 'x', sizeof(note.text));
-    v.send(note);
-  });
+  expect_breach_by("unknown kind 9", {{note_of(static_cast<Note::Kind>(9))}});
+  expect_breach_by("unknown kind -1", {{note_of(static_cast<Note::Kind>(-1))}});
+  expect_breach_by("with 0 descriptors, not 1", {{share_of(1)}});
+  expect_breach_by("with 2 descriptors, not 1", {{share_of(1), {fd, fd}}});
+  expect_breach_by("with 253 descriptors", {{share_of(1), std::vector<int>(253, fd)}});
+  expect_breach_by("with 1 descriptors, not 0", {{note_of(Note::Kind::goodbye), {fd}}});
+  Note endless = note_of(Note::Kind::refused);
+  std::memset(endless.text, 'x', sizeof(endless.text));
+  expect_breach_by("a text without an end", {{endless}});
   for (const int rank_index : {0, 2, -2, 1 << 30})
-    expect_breach("a rank that it does not have", [&](Victim& v) { v.send(share_of(rank_index), {fd}); });
-  expect_breach("the signal pad of a rank twice", [&](Victim& v) {
-    v.send(share_of(1), {fd});
-    v.send(share_of(1), {fd});
-  });
-  expect_breach("memory twice", [&](Victim& v) {
-    const Note note = share_of(-1);
-    v.send(note, {fd});
-    v.send(note, {fd});
-  });
-  expect_breach("not its own", [&](Victim& v) {
-    v.send(share_of(-1), {fd});
-    Note note = share_of(-1);
-    ++note.owner;
-    v.send(note, {fd});
-  });
-  expect_breach("no memory", [&](Victim& v) {
-    Note note = share_of(1);
-    note.bytes = 0;
-    v.send(note, {fd});
-  });
+    expect_breach_by("a rank that it does not have", {{share_of(rank_index), {fd}}});
+  expect_breach_by("the signal pad of a rank twice", {{share_of(1), {fd}}, {share_of(1), {fd}}});
+  const Note once = share_of(-1);
+  expect_breach_by("memory twice", {{once, {fd}}, {once, {fd}}});
+  expect_breach_by("not its own", {{share_of(-1), {fd}}, {share_of(-1, kBytes, kOwner + 1), {fd}}});
+  expect_breach_by("no memory", {{share_of(1, /*bytes=*/0), {fd}}});
   for (const File kind : {File::short_one, File::pipe, File::growing}) {
     const Descriptor wrong = make_file(kind);
-    expect_breach("it shared memory", [&](Victim& v) { v.send(share_of(1), {wrong.get()}); });
+    expect_breach_by("it shared memory", {{share_of(1), {wrong.get()}}});
   }
-  expect_breach("what it was not asked", [](Victim& v) { v.send(note_of(Note::Kind::mapped)); });
+  expect_breach_by("what it was not asked", {{note_of(Note::Kind::mapped)}});
   const auto region = allocate_region(0, kBytes, {0});
-  const auto answer = [&](Victim& v, uint64_t base) {
-    Note note = note_of(Note::Kind::mapped);
-    note.region = region->id;
-    note.base = base;
-    v.send(note);
+  const auto expect_answers = [&](const char* rule, const std::vector<uint64_t>& bases) {
+    expect_breach(rule, [&](Victim& v) {
+      kind_of_error([&] { v.sharing().share(*region, {1}); });
+      for (const uint64_t base : bases) v.send({Note::Kind::mapped, -1, 0, region->id, 0, base, /*text=*/{}});
+    });
   };
-  expect_breach("at address zero", [&](Victim& v) {
-    kind_of_error([&] { v.sharing().share(*region, {1}); });
-    answer(v, 0);
-  });
-  expect_breach("what it was not asked", [&](Victim& v) {
-    kind_of_error([&] { v.sharing().share(*region, {1}); });
-    answer(v, 4096);
-    answer(v, 4096);
-  });
+  expect_answers("at address zero", {0});
+  expect_answers("what it was not asked", {4096, 4096});
 }
 
 // One random message, mostly nearly right.

@@ -10,18 +10,15 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
 #include <fstream>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "expect.h"
-#include "kernels/kernels.h"
 #include "platform/vmm.h"
+#include "ranks.h"
 #include "runtime/gpu/kernel_launch.h"
 #include "runtime/reach.h"
 
@@ -31,7 +28,7 @@ gpu::Error launch_clock(ClockRequest*, int) { return gpu::kFailed; }  // only pr
 
 namespace {
 
-constexpr int kRanks = 4, kRowBytes = 48;
+constexpr int kRowBytes = 48;
 constexpr std::size_t kPoolBytes = 1 << 22;
 
 // A pool as XLA has it: one allocation, of which buffers are parts.
@@ -103,12 +100,6 @@ void in_process(int process, int socket) {
   part.group.close();
 }
 
-int count_of(const char* folder) {
-  int count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
-  return count;
-}
-
 int lines_of(const char* path) {
   std::ifstream file(path);
   int lines = 0;
@@ -126,7 +117,7 @@ void open_many(int process, const std::vector<int>& sockets) {
     for (int rank = 0; rank < kRanks; ++rank) signal_pads.insert(part.group.signal_pad({0, rank}));
     part.exchange_on_both_ranks(unmappable.data(), true);
     part.group.close();
-    const int now = count_of("/proc/self/fd") + static_cast<int>(i);  // one more of the given sockets is closed
+    const int now = count_entries("/proc/self/fd") + static_cast<int>(i);  // one more of the given sockets is closed
     if (i == 2) descriptors = now, mappings = lines_of("/proc/self/maps"), signal_pads.clear();
     if (i < 3) continue;
     expect(now == descriptors, "no descriptor is left of a group");
@@ -141,8 +132,8 @@ void open_many(int process, const std::vector<int>& sockets) {
 template <class Body>
 void in_two_processes(int joins, Body body) {
   std::vector<int> sockets[2];
-  for (int i = 0, pair[2]; i < joins; ++i) {
-    expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, pair) == 0, "a pair of sockets is made");
+  for (int i = 0; i < joins; ++i) {
+    const std::array<int, 2> pair = socket_pair();
     for (const int side : {0, 1}) sockets[side].push_back(pair[side]);
   }
   std::fflush(nullptr);  // or the children print it again

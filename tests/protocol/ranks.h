@@ -6,6 +6,7 @@
 
 #include <array>
 #include <deque>
+#include <filesystem>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -75,6 +76,12 @@ inline std::array<int, 2> socket_pair() {
   std::array<int, 2> sockets{};
   expect(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets.data()) == 0, "a pair of sockets is made");
   return sockets;
+}
+
+inline int count_entries(const char* folder) {
+  int count = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(folder)) ++count;
+  return count;
 }
 
 // What a failure is called, or nothing.
