@@ -43,8 +43,6 @@ Group::Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool p
   if (const std::optional<GroupError> failed = failure()) throw GroupException(*failed);
 }
 
-Group::~Group() = default;
-
 void Group::open_line(int line, bool poison) {
   connect_devices(local_devices(line));
   Comm comm{};

@@ -60,9 +60,7 @@ class Group {
   // group with this id may reuse the memory. Throws std::invalid_argument, std::runtime_error and GroupException.
   Group(std::vector<std::vector<int>> lines, double timeout_seconds, bool poison, Neighbours neighbours = {},
         int64_t id = 0);
-  virtual ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+  virtual ~Group() = default;
 
   int size() const { return static_cast<int>(lines_.front().size()); }
   int line_count() const { return static_cast<int>(lines_.size()); }
@@ -146,7 +144,7 @@ class Group {
   void lose(int process, const std::string& why);
 
   // Errors (group_errors.cc).
-  void take_failures();
+  std::optional<GroupError> take_failures();
   // The last report of a rank of this process, as a copy; none while it is being written.
   struct RankReport {
     int line;

@@ -71,13 +71,13 @@ std::optional<GroupError> Group::await_failure(double seconds) {
     std::unique_lock lock(mutex_);
     failed_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return failure_.has_value(); });
   }
-  take_failures();
-  return failure();
+  return take_failures();
 }
 
 // Fails the group if its kernels reported a failure: by the report that is nearest to the cause.
-void Group::take_failures() {
+std::optional<GroupError> Group::take_failures() {
   for (const RankReport& each : reports(/*fatal=*/true, std::vector<uint64_t>(line_count()))) fail(describe(each));
+  return failure();
 }
 
 std::optional<Group::RankReport> Group::report_of(int index) const {
@@ -97,10 +97,8 @@ std::optional<Group::RankReport> Group::report_of(int index) const {
 std::vector<Group::RankReport> Group::reports(bool fatal, const std::vector<uint64_t>& taken) const {
   std::vector<RankReport> found;
   for (std::size_t i = 0; i < comms_.size(); ++i) {
-    const Report* const from = comms_[i].report;
-    if (!from || load_acquire(&from->epoch) <= taken[i / size()]) continue;
-    if (is_fatal(load_relaxed(&from->failure)) != fatal) continue;
-    if (const auto each = report_of(static_cast<int>(i)); each && is_fatal(each->report.failure) == fatal)
+    const std::optional<RankReport> each = report_of(static_cast<int>(i));
+    if (each && each->report.epoch > taken[each->line] && is_fatal(each->report.failure) == fatal)
       found.push_back(*each);
   }
   return found;
@@ -123,8 +121,7 @@ std::optional<GroupError> Group::take_recoverable(std::vector<uint64_t>* taken) 
 }
 
 std::optional<GroupError> Group::take_error() {
-  take_failures();
-  if (std::optional<GroupError> failed = failure()) return failed;
+  if (std::optional<GroupError> failed = take_failures()) return failed;
   std::lock_guard lock(reports_mutex_);
   std::optional<GroupError> recoverable = take_recoverable(&epochs_taken_);
   for (int line = 0; line < line_count(); ++line)  // error_before() does not return it again
@@ -134,8 +131,7 @@ std::optional<GroupError> Group::take_error() {
 
 std::optional<GroupError> Group::error_before(RankId rank_id) {
   if (std::optional<GroupError> failed = failure()) return failed;
-  take_failures();
-  if (std::optional<GroupError> failed = failure()) return failed;
+  if (std::optional<GroupError> failed = take_failures()) return failed;
   std::lock_guard lock(reports_mutex_);
   const uint64_t call = ++calls_asked_[index_of(rank_id)];
   if (call > calls_decided_) {
@@ -157,8 +153,7 @@ std::optional<GroupError> Group::reported(RankId rank_id) {
   const std::optional<RankReport> mine = report_of(index_of(rank_id));
   if (!mine || mine->report.epoch != signal_pad(rank_id)->epoch) return std::nullopt;
   if (!is_fatal(mine->report.failure)) return describe(*mine);
-  take_failures();  // another rank may know more
-  return failure();
+  return take_failures();  // another rank may know more
 }
 
 std::vector<RankHistory> Group::history() const {

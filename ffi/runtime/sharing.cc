@@ -56,9 +56,8 @@ char* hold_mapping(const RegionName& name, int descriptor, std::size_t bytes, co
   std::lock_guard lock(mappings().mutex);
   auto found = mappings().by_name.find(name);
   if (found == mappings().by_name.end()) {
-    Mapping mapping{map_region(descriptor, bytes, devices), bytes, {}, 0};
-    mapping.users.insert(devices.begin(), devices.end());
-    found = mappings().by_name.emplace(name, std::move(mapping)).first;
+    Mapping made{map_region(descriptor, bytes, devices), bytes, {devices.begin(), devices.end()}, 0};
+    found = mappings().by_name.emplace(name, std::move(made)).first;
   }
   Mapping& mapping = found->second;
   if (mapping.bytes != bytes) throw FalseRegion("it shared a region with another size than before");
@@ -78,20 +77,8 @@ void drop_mapping(const RegionName& name) {
     mappings().by_name.erase(found);
 }
 
-Note note_of(Note::Kind kind) {
-  Note note{};
-  note.kind = kind;
-  note.rank_index = Sharing::kNoRankIndex;
-  return note;
-}
-
 Note request_of(const Region& region, int rank_index) {
-  Note note = note_of(Note::Kind::share);
-  note.rank_index = rank_index;
-  note.owner = number_of_this_process();
-  note.region = region.id;
-  note.bytes = region.bytes;
-  return note;
+  return {Note::Kind::share, rank_index, number_of_this_process(), region.id, region.bytes, /*base=*/0, /*text=*/{}};
 }
 
 std::string name_of(int process) { return concat("process ", process, " "); }
@@ -249,7 +236,7 @@ void Sharing::say_goodbye() {
   const Clock::time_point deadline = Clock::now() + kFarewell;
   std::unique_lock lock(mutex_);
   for (std::size_t process = 0; process < peers_.size(); ++process)
-    push(static_cast<int>(process), note_of(Note::Kind::goodbye));
+    push(static_cast<int>(process), {Note::Kind::goodbye, kNoRankIndex, 0, 0, 0, 0, /*text=*/{}});
   for (;;) {
     std::vector<pollfd> full;
     for (Peer& peer : peers_) {

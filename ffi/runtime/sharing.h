@@ -16,8 +16,6 @@
 
 #include "runtime/error.h"
 #include "runtime/note.h"
-#include "runtime/outbox.h"
-#include "runtime/posix.h"
 #include "runtime/region.h"
 
 namespace jax_ep {
@@ -43,8 +41,6 @@ class Sharing {
   // Takes ownership of the sockets. `devices`: of this process, which write into mapped regions.
   Sharing(const Neighbours& neighbours, std::vector<int> devices, Lost lost);
   ~Sharing();
-  Sharing(const Sharing&) = delete;
-  Sharing& operator=(const Sharing&) = delete;
 
   // Sends all answers, says goodbye, and stops answering. May be called twice.
   void close();

@@ -11,12 +11,9 @@ namespace jax_ep::gpu {
 
 class StreamOrder {
  public:
-  StreamOrder() = default;
   ~StreamOrder() {
     if (event_) ignore(destroy_event(event_));
   }
-  StreamOrder(const StreamOrder&) = delete;
-  StreamOrder& operator=(const StreamOrder&) = delete;
 
   // Around the launch of an op, on the device of the stream. Throws std::runtime_error.
   class Turn {
@@ -28,8 +25,6 @@ class StreamOrder {
     ~Turn() {
       if (!captured_) order_.note_last(stream_);
     }
-    Turn(const Turn&) = delete;
-    Turn& operator=(const Turn&) = delete;
 
    private:
     StreamOrder& order_;
