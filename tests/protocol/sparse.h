@@ -1,7 +1,6 @@
 // sparse_union and sparse_reduce on bare threads, against sums in a map.
 #pragma once
 
-#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <map>

@@ -1,7 +1,6 @@
 // sparse_reduce of places and bounds that no union gives, as a program from a file may hand it: with parts that are
 // sent ahead to the landing, as on GPUs, or fetched. Nothing is read or written out of bounds: run under
 // AddressSanitizer.
-#include <algorithm>
 #include <climits>
 
 #include "sparse.h"

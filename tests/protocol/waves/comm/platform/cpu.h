@@ -36,7 +36,19 @@
 namespace jax_ep {
 
 constexpr int kLanePacks = 4, kRowPacks = 4;  // as in hip.h
-constexpr int kLanes = 64;
+constexpr int kLanes = 64, kValueBytes = 32;
+
+// What each lane of a coop has handed in.
+template <class V>
+struct LaneValues {
+  const char* bytes;
+
+  V operator[](int lane) const {
+    V value;
+    std::memcpy(&value, bytes + (lane & (kLanes - 1)) * kValueBytes, sizeof(V));
+    return value;
+  }
+};
 
 // Runs one function on 64 lanes.
 class Wave {
@@ -65,7 +77,7 @@ class Wave {
 
   // All lanes call, with `call` the same. Returns the values of all, until the next call but one.
   template <class V>
-  const char* meet(char call, const V& value) {
+  LaneValues<V> meet(char call, const V& value) {
     static_assert(sizeof(V) <= kValueBytes);
     const int lane = lane_;
     char* const values = values_[round_ % 2];
@@ -79,14 +91,7 @@ class Wave {
       for (const uint64_t mine = round_; round_ == mine; next(lane))
         if (ended_) diverged();
     }
-    return values;
-  }
-
-  template <class V>
-  static V value_of(const char* values, int lane) {
-    V value;
-    std::memcpy(&value, values + (lane & (kLanes - 1)) * kValueBytes, sizeof(V));
-    return value;
+    return {values};
   }
 
  private:
@@ -109,7 +114,7 @@ class Wave {
     std::abort();
   }
 
-  static constexpr int kStackBytes = 256 << 10, kValueBytes = 32;
+  static constexpr int kStackBytes = 256 << 10;
   const std::function<void(int lane)>& body_;
   std::unique_ptr<char[]> stacks_{new char[kLanes * kStackBytes]};
   ucontext_t outside_, contexts_[kLanes];
@@ -158,48 +163,45 @@ struct Coop {
     if (lane == 0) pthread_barrier_wait(of_cta);
     wave->meet('c', 0);
   }
-  int broadcast(int value) const { return wave->value_of<int>(wave->meet('b', value), 0); }
+  int broadcast(int value) const { return wave->meet('b', value)[0]; }
   uint64_t ballot(bool value) const {
-    return reduce<uint64_t>(
-        wave->meet('v', value), [](uint64_t bits, int i, bool set) { return bits | uint64_t{set} << i; }, value);
+    return reduce<uint64_t>(wave->meet('v', value),
+                            [](uint64_t bits, int i, bool set) { return bits | uint64_t{set} << i; });
   }
   template <class V>
   V from_lane(V value, int source) const {
-    return wave->value_of<V>(wave->meet('f', value), source);
+    return wave->meet('f', value)[source];
   }
   Match match(int value) const {
-    const char* const values = wave->meet('m', value);
+    const auto values = wave->meet('m', value);
     Match found{0, 0};
     for (int i = 0; i < lanes; ++i) {
-      const bool same = wave->value_of<int>(values, i) == value;
+      const bool same = values[i] == value;
       found.total += same;
       found.below += same && i < lane;
     }
     return found;
   }
   int sum(int value) const {
-    return reduce<int>(wave->meet('+', value), [](int sum, int, int each) { return sum + each; }, value);
+    return reduce<int>(wave->meet('+', value), [](int sum, int, int each) { return sum + each; });
   }
   uint32_t max(uint32_t value, int width) const {
     const int first = lane / width * width;
-    return reduce<uint32_t>(
-        wave->meet('>', value),
-        [&](uint32_t most, int i, uint32_t each) {
-          return i >= first && i < first + width && each > most ? each : most;
-        },
-        value);
+    return reduce<uint32_t>(wave->meet('>', value), [&](uint32_t most, int i, uint32_t each) {
+      return i >= first && i < first + width && each > most ? each : most;
+    });
   }
   int exclusive_scan(int value, int* total) const {
-    const char* const values = wave->meet('x', value);
-    *total = reduce<int>(values, [](int sum, int, int each) { return sum + each; }, value);
-    return reduce<int>(values, [&](int sum, int i, int each) { return i < lane ? sum + each : sum; }, value);
+    const auto values = wave->meet('x', value);
+    *total = reduce<int>(values, [](int sum, int, int each) { return sum + each; });
+    return reduce<int>(values, [&](int sum, int i, int each) { return i < lane ? sum + each : sum; });
   }
 
  private:
   template <class R, class V, class Fold>
-  R reduce(const char* values, Fold fold, V) const {
+  static R reduce(LaneValues<V> values, Fold fold) {
     R result = 0;
-    for (int i = 0; i < lanes; ++i) result = fold(result, i, wave->value_of<V>(values, i));
+    for (int i = 0; i < lanes; ++i) result = fold(result, i, values[i]);
     return result;
   }
 };
