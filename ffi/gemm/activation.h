@@ -4,8 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
-
 #include "comm/platform.h"
 #include "gemm/grouped_matmul.h"
 #include "gemm/ptx/arithmetic.h"

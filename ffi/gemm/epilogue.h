@@ -11,10 +11,9 @@
 
 #include <type_traits>
 
-#include "comm/platform/ptx/cta.h"
 #include "gemm/layout.h"
 #include "gemm/ptx/cluster.h"
-#include "gemm/ptx/tma.h"
+#include "gemm/ptx/copies.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/row_schedule.h"
 #include "gemm/tensor_map.h"

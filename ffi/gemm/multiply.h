@@ -1,7 +1,6 @@
 // Products in tiles of fixed height, of 16-bit operands.
 #pragma once
 
-#include "comm/platform/ptx/cta.h"
 #include "gemm/pipeline.h"
 #include "gemm/ptx/wgmma.h"
 #include "gemm/schedule.h"

@@ -13,8 +13,7 @@
 #include <concepts>
 
 #include "gemm/layout.h"
-#include "gemm/ptx/cluster.h"
-#include "gemm/ptx/tma.h"
+#include "gemm/ptx/copies.h"
 #include "gemm/ptx/warps.h"
 #include "gemm/row_schedule.h"
 #include "gemm/schedule.h"

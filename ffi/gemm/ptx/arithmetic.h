@@ -16,17 +16,13 @@ JAX_EP_FN float exp2_fast(float x) {
   return result;
 }
 
-// 1 / x to within a unit of the last place. Subnormal numbers count as zero.
-JAX_EP_FN float reciprocal_fast(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
-// The same, scaled: 1 / x of the largest floats is subnormal.
+// 1 / x to within a unit of the last place. The instruction counts subnormal numbers as zero, and 1 / x of the largest
+// floats is one: hence the scale.
 JAX_EP_FN float reciprocal(float x) {
   constexpr float kScale = 0.25F;
-  return reciprocal_fast(x * kScale) * kScale;
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kScale));
+  return result * kScale;
 }
 
 // Two values times `factor` as e4m3, the first in the low byte, limited to the largest e4m3 value.
