@@ -1,7 +1,6 @@
 """How the ranks of a group exchange: by kernels, or by XLA's collectives; between nodes, by both."""
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable
@@ -135,9 +134,3 @@ def who_computes(device: Any) -> str:
     if (missing := ffi.without_kernels(device)) is None:
         return "kernels"
     return f"{'XLA and Pallas kernels' if gemm.runs_pallas(device) else 'XLA'}, as {missing[0]}"
-
-
-@functools.cache
-def say_once(who: str, could_be: bool) -> None:
-    """Logs who computes the ops of a group without a library: a warning if there could be one."""
-    _LOGGER.log(logging.WARNING if could_be else logging.INFO, "Group: its ops are computed by %s", who)

@@ -1,6 +1,7 @@
 """A group: the devices along one mesh axis, their signal pads, and its lifetime."""
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -14,7 +15,8 @@ from jax.sharding import AxisType, Mesh
 from jax_ep._kit import checks, ffi, meshes
 from jax_ep._kit.checks import AxisName, Implementation, Resolved
 from jax_ep._kit.ffi import Ranks
-from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, say_once, who_computes
+from jax_ep._kit.logs import log_once
+from jax_ep.backends import Backend, KernelBackend, NodesBackend, logged, who_computes
 from jax_ep.errors import CapacityError, GroupClosedError, InvalidRoutingError, JaxEpError
 from jax_ep.node_options import NodeOptions, NodePlan, checked, plan_of
 from jax_ep.runtime import native, opening, timeouts, topology, watchdog
@@ -132,7 +134,8 @@ class Group:
         device = self.mesh.devices.flat[0]
         if (missing := ffi.without_kernels(device)) is not None:
             why, could_be = missing
-            say_once(who_computes(device), could_be)
+            level = logging.WARNING if could_be else logging.INFO
+            log_once(level, "Group: its ops are computed by %s", who_computes(device))
             refusal = f"{why}; or pass implementation='auto' or 'xla'"
             inside = Backend(ranks, None, refusal, why)
             return NodesBackend(ranks, inside, self._membership(ranks, None, waits, on_lost), refusal, why)

@@ -12,7 +12,7 @@ from jax_ep._kit.float8 import BLOCK, Float8Weights
 from jax_ep.group import Group
 from jax_ep.ops.matmul.quantize import check_weights, frozen
 from jax_ep.ops.moe.experts import ProductFunction
-from jax_ep.ops.moe.settings import note_same_tokens, same_on_all_ranks
+from jax_ep.ops.moe.settings import note_same_tokens
 from jax_ep.ops.moe.units import NO_BIASES, Experts
 
 _Expected = tuple[tuple[int, ...], str]  # a shape and its layout
@@ -148,9 +148,8 @@ def check_shared_tokens(op: str, shared_tokens: bool, group: Group, wire: object
     """
     checks.check_bool(op, "shared_tokens", shared_tokens)
     if not shared_tokens:
-        if same_on_all_ranks(group, operands["tokens"]):
-            what = "computes all of them: pass shared_tokens=True"
-            note_same_tokens(logging.WARNING, op, group.size, what)
+        what = "computes all of them: pass shared_tokens=True"
+        note_same_tokens(logging.WARNING, op, group, what, operands["tokens"])
         return
     if wire is not None:
         raise ValueError(f"{op}: wire must be None where shared_tokens is true, got {wire!r}")

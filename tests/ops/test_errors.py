@@ -15,9 +15,10 @@ from conftest import OpenGroup
 from helpers import mesh_of, trace
 from jax.sharding import AbstractMesh
 
-from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, backends, combine, dispatch
+from jax_ep import CapacityError, Dispatched, Group, JaxEpError, PlatformError, Routing, combine, dispatch
 from jax_ep.__main__ import info
 from jax_ep._kit import ffi
+from jax_ep._kit.logs import log_once
 from jax_ep.float8 import Float8Rows
 from jax_ep.lax import ragged_all_to_all
 
@@ -179,7 +180,7 @@ def test_outside_shard_map(op: str, group: Group) -> None:
 def test_no_library(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """XLA exchanges, which a warning says once, and `max_sms` has no effect."""
     monkeypatch.setattr("jax_ep._kit.ffi.is_built", lambda platform: False)
-    backends.say_once.cache_clear()
+    log_once.cache_clear()
     for _ in range(2):
         with Group(mesh_of(ep=SIZE), "ep", max_sms=8) as group:
             for implementation in ("auto", "xla"):
@@ -239,7 +240,7 @@ def test_who_computes_the_ops_of_a_device(
     assert f"; ops: {who}\n" in capsys.readouterr().out
     if missing is not None:
         monkeypatch.setattr(ffi, "without_kernels", lambda device: missing)
-        backends.say_once.cache_clear()
+        log_once.cache_clear()
         with caplog.at_level(logging.INFO, "jax_ep"), Group(mesh_of(ep=SIZE), "ep"):
             [said] = [record for record in caplog.records if record.message.startswith("Group: its ops")]
         assert said.levelno == (logging.WARNING if could_be else logging.INFO)

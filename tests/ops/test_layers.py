@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from matrix_forms import EXPERTS, LAYER, SHARED, Form, alone
 
 from jax_ep import Experts, Group, Implementation, MismatchError, dispatch, moe_mlp
+from jax_ep._kit.logs import log_once
 from jax_ep.ops.matmul.rows import ZERO_ROW
 from jax_ep.ops.moe import settings, xla
 
@@ -216,7 +217,7 @@ def test_types_of_shared_tokens(group: Group, caplog: pytest.LogCaptureFixture) 
 
     with pytest.raises(ValueError, match="wire must be None where shared_tokens is true, got 'float8'"):
         traced(P(), True, wire="float8")
-    settings.note_same_tokens.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="jax_ep"):
         for shared in (False, None) * 2:
             traced(P(), shared)

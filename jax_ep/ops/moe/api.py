@@ -18,15 +18,7 @@ from jax_ep._kit.scopes import op_scope
 from jax_ep.group import Group, check_group
 from jax_ep.ops.moe.kernels import intranode_combine, intranode_dispatch
 from jax_ep.ops.moe.nodes import internode_combine, internode_dispatch
-from jax_ep.ops.moe.settings import (
-    DispatchCall,
-    Options,
-    Wire,
-    note_same_tokens,
-    runs_kernels,
-    same_on_all_ranks,
-    validated,
-)
+from jax_ep.ops.moe.settings import DispatchCall, Options, Wire, note_same_tokens, runs_kernels, validated
 from jax_ep.ops.moe.types import COMBINED, DISPATCHED, Dispatched, NodeRouting, Routing, Unexpanded, check_combined
 from jax_ep.ops.moe.xla import dispatch_in_place, xla_combine, xla_dispatch
 from jax_ep.runtime.agreement import Agreement
@@ -153,8 +145,7 @@ def dispatch(
         on_overflow=on_overflow,
         implementation=implementation,
     )
-    if same_on_all_ranks(group, tokens, expert_ids):
-        note_same_tokens(logging.INFO, op, group.size, "sends all of them")
+    note_same_tokens(logging.INFO, op, group, "sends all of them", tokens, expert_ids)
     out = run_dispatch(call if expand else call.unexpanded(tokens.shape[0]), *operands)
     if expand or isinstance(out, Unexpanded):
         return out

@@ -5,7 +5,6 @@ spec of the op (ffi/kernels/moe/args.h) when it is loaded. Errors name the op th
 """
 
 import dataclasses
-import functools
 import logging
 import math
 from typing import Any, Literal, NamedTuple, Required, TypedDict
@@ -16,9 +15,9 @@ import numpy as np
 
 from jax_ep._kit import checks, ffi, float8, vary
 from jax_ep._kit.checks import Implementation, OnOverflow
+from jax_ep._kit.logs import log_once
 from jax_ep.group import Group
 
-LOGGER = logging.getLogger("jax_ep")
 Wire = Literal["float8", "float8_rows"]
 # "nodes": XLA between nodes, kernels or XLA inside. "xla": only jax.lax. "in place": rows stay in the tokens.
 Path = Literal["nodes", "xla", "in place", "kernels"]
@@ -200,15 +199,11 @@ def validated(
     return DispatchCall(op, group, config, node_capacity, chunks, by_kernels), operands
 
 
-def same_on_all_ranks(group: Group, *operands: jax.Array) -> bool:
-    """Whether types show that several ranks have the same arrays."""
+def note_same_tokens(level: int, op: str, group: Group, what: str, *operands: jax.Array) -> None:
+    """Logs `what` each rank does, if types show that several ranks have the same arrays."""
     typed = group.size > 1 and vary.tracks_varying(group.axis_name)
-    return typed and not any(vary.varies(x, group.axis_name) for x in operands)
-
-
-@functools.cache
-def note_same_tokens(level: int, op: str, ranks: int, what: str) -> None:
-    LOGGER.log(level, "%s: tokens are the same on all %d ranks, and each %s", op, ranks, what)
+    if typed and not any(vary.varies(x, group.axis_name) for x in operands):
+        log_once(level, "%s: tokens are the same on all %d ranks, and each %s", op, group.size, what)
 
 
 def runs_kernels(op: str, group: Group, implementation: Implementation, num_tokens: int) -> bool:
@@ -251,16 +246,9 @@ def _capacity_in_rows(op: str, capacity: object, factor: object, even: int, alig
     if rows % alignment:
         raise ValueError(f"{op}: capacity must be a multiple of alignment {alignment}, got {rows}")
     if rows <= 4 and even >= 16 * rows:
-        _warn_of_few_rows(op, rows, even)
+        few = "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass capacity_factor=%d"
+        log_once(logging.WARNING, few, op, rows, rows, even, rows)
     return rows
-
-
-@functools.cache
-def _warn_of_few_rows(op: str, capacity: int, even: int) -> None:
-    LOGGER.warning(
-        "%s: capacity=%d is %d rows, where an even load is of %d; for times the even load pass capacity_factor=%d",
-        op, capacity, capacity, even, capacity,
-    )  # fmt: skip
 
 
 def worst_case_capacity(size: int, num_tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
