@@ -318,7 +318,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
         for name, each in zip(experts.first_names, d_products, strict=True)
     }
     dx = matmul.sum_of_lhs_gradients(d_products, tuple(as_array(m, dtype) for m in experts.first_matrices), sizes)
-    d_tokens, d_weights = kernels.return_rows(group, dx, of_assignments(dw, routing), routing)
+    d_tokens, d_weights = kernels.return_rows(group, routing, (dx, of_assignments(dw, routing)))
     db_first = tuple(
         None if bias is None else sums_by_expert(sizes, each)
         for bias, each in zip(product_biases(experts)[0], d_products, strict=True)

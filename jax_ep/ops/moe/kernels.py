@@ -70,23 +70,26 @@ def scatter(group: Group, tokens: jax.Array, routing: Routing, onto: jax.Array |
         return called["rows"]
 
     def backward(routing: Routing, cotangent: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        tokens, _ = return_rows(group, cotangent, jnp.zeros_like(routing.weights), routing)
+        tokens, _ = return_rows(group, routing, (cotangent, jnp.zeros_like(routing.weights)))
         return tokens, None if onto is None else cotangent
 
     return linear(forward, backward, jax.lax.stop_gradient(routing), (tokens, onto))
 
 
-def return_rows(group: Group, rows: jax.Array, weights: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Sums of rows [C, H] per token, and weights [R, T, K] sent back to their assignments: [T, H] and [T, K]."""
+def return_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Sums of rows [C, H] per token, and weights [R, T, K] sent back to their assignments: [T, H] and [T, K].
+
+    The transpose of `_to_rows`.
+    """
 
     def forward(routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, weights = operands
         if settings.is_alone_on_gpu(group):
             return _combine_locally(rows, routing), jnp.where(routing.row_of[0] >= 0, weights[0], 0)
-        called = _call_combine(group, rows, routing, scalars=weights)
+        called = _call_combine(group, rows, routing, returned=weights)
         return called["combined"], called["returned"]
 
-    return linear(forward, partial(_to_rows, group), jax.lax.stop_gradient(routing), (rows, weights))
+    return linear(forward, partial(_to_rows, group), jax.lax.stop_gradient(routing), operands)
 
 
 def scatter_all(group: Group, tokens: Sequence[jax.Array], routings: Sequence[Routing]) -> jax.Array:
@@ -112,7 +115,9 @@ def combine_chunks(
     group: Group, chunks: Chunks, expert_outputs: jax.Array, weights: jax.Array, routing: Routing
 ) -> list[jax.Array]:
     routings = chunks.cut(dataclasses.replace(routing, weights=weights))
-    return [_run_combine(group, expert_outputs, part.weights, part) for part in routings]
+    if settings.is_alone_on_gpu(group):
+        return [_combine_locally(expert_outputs, part, part.weights) for part in routings]
+    return [_call_combine(group, expert_outputs, part)["combined"] for part in routings]
 
 
 def of_assignments(by_row: jax.Array, routing: Routing) -> jax.Array:
@@ -174,7 +179,7 @@ def _with_derivative(
 def _with_derivative_jvp(group: Group, config: DispatchConfig, primals: PyTree, tangents: PyTree) -> PyTree:
     if config.wire == "float8_rows":
         raise TypeError(NO_GRADIENT)
-    there, back = (_to_rows, _from_rows) if config.expand else (_to_slots, _from_slots)
+    there, back = (_to_rows, return_rows) if config.expand else (_to_slots, _from_slots)
     # Derivatives of this derivative need `_with_derivative` again.
     tangent = linear(partial(there, group), partial(back, group), primals[2].routing, tuple(tangents[:2]))
     return _with_derivative(group, config, *primals), tangent
@@ -184,11 +189,6 @@ def _to_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Arra
     """Sends tokens [T, H] and weights [T, K] as a dispatch does: [C, H] and [R, T, K]."""
     tokens, weights = operands
     return scatter(group, tokens, routing), sent_weights(group, weights, routing)
-
-
-def _from_rows(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The transpose of `_to_rows`."""
-    return return_rows(group, *operands, routing)
 
 
 def _to_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -206,7 +206,7 @@ def _from_slots(group: Group, routing: Routing, operands: tuple[jax.Array, jax.A
     if group.size == 1:
         return slots, arrived[0]
     along = routing.of_slots(jax.lax.axis_index(group.axis_name))
-    tokens, _ = return_rows(group, slots, jnp.zeros_like(weights), along)
+    tokens, _ = return_rows(group, along, (slots, jnp.zeros_like(weights)))
     return tokens, jax.lax.psum_scatter(arrived, group.axis_name)
 
 
@@ -230,19 +230,14 @@ def _combine_jvp(group: Group, chunks: Chunks, primals: _Combined, tangents: _Co
     return out, linear(forward, backward, (expert_outputs, weights, routing), tangents[:2])
 
 
-def _run_combine(group: Group, expert_outputs: jax.Array, weights: jax.Array, routing: Routing) -> jax.Array:
-    if settings.is_alone_on_gpu(group):
-        return _combine_locally(expert_outputs, routing, weights)
-    return _call_combine(group, expert_outputs, routing, weights=weights)["combined"]
-
-
 def _call_combine(
-    group: Group, rows: jax.Array, routing: Routing, weights: jax.Array | None = None, scalars: jax.Array | None = None
+    group: Group, rows: jax.Array, routing: Routing, returned: jax.Array | None = None
 ) -> dict[str, jax.Array]:
+    """Sums of rows times `routing.weights`; or sums of rows, and the scalars that are to be `returned`."""
     return ffi.call(
         "combine",
         rows,
-        *(each for each in (weights, scalars) if each is not None),
+        routing.weights if returned is None else returned,
         routing.targets,
         routing.row_of,
         ranks=group._ranks,
@@ -251,8 +246,8 @@ def _call_combine(
         top_k=routing.targets.shape[1],
         hidden=rows.shape[1],
         capacity=rows.shape[0],
-        weighted=weights is not None,
-        returning=scalars is not None,
+        weighted=returned is None,
+        returning=returned is not None,
     )
 
 
