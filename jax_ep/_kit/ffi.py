@@ -213,9 +213,8 @@ def library(platform: str) -> ModuleType:
 
 class _Result(NamedTuple):
     name: str
-    updates: bool  # aliases the last operand and has its dtype and shape; `dtype` and `shape` here are then empty
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str | None  # None: the result aliases the last operand, and has its dtype and shape
+    shape: Sequence[int]
     replicated: bool  # the same on all ranks
 
 
@@ -224,10 +223,7 @@ def _results_of(platform: str, name: str, ranks: int, **settings: Setting) -> tu
     """The name of an op that users know, and its results in order: from its OpSpec, and cached by settings."""
     _check_settings(platform, name, settings)
     op, results = library(platform).call_types(name, ranks, **settings)
-    return op, [
-        _Result(each, dtype is None, dtype or "", tuple(shape), replicated)
-        for each, dtype, shape, replicated in results
-    ]
+    return op, [_Result(*each) for each in results]
 
 
 def _call_site() -> str:
@@ -294,13 +290,13 @@ def call(
         operands = tuple(meshes.on_these_devices(op, x, ranks.mesh) for x in operands)
     names = [result.name for result in types if result.name != WORKSPACE]
     axes = frozenset(checks.axes_of(ranks.axis_name) if ranks else ())
-    aliases = {len(operands) - 1: i for i, result in enumerate(types) if result.updates}
+    aliases = {len(operands) - 1: i for i, result in enumerate(types) if result.dtype is None}
 
     def type_of(result: _Result, operands: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
-        if result.updates:
+        if result.dtype is None:
             return vary.result_type(operands[-1].shape, operands[-1].dtype, operands[-1])
         unvarying = axes if result.replicated else frozenset()
-        return vary.result_type(result.shape, np.dtype(result.dtype), operands[0], unvarying)
+        return vary.result_type(tuple(result.shape), np.dtype(result.dtype), operands[0], unvarying)
 
     def one_call(*operands: jax.Array) -> Sequence[jax.Array]:
         results = [type_of(result, operands) for result in types]
@@ -315,11 +311,8 @@ def call(
 
 
 def mark(*arrays: jax.Array, ranks: Ranks, begins: bool, text: str) -> Sequence[jax.Array]:
-    """The arrays, at least one. A rank marks that a call begins, or ends, when they are there (ffi/comm/marks.h).
-
-    Args:
-      ranks: whose library keeps the marks.
-      text: of the call.
+    """The arrays, at least one. A rank marks that a call of this `text` begins, or ends, when they are there
+    (ffi/comm/marks.h). The library of `ranks` keeps the marks.
     """
     called = jax.ffi.ffi_call(
         "jax_ep_mark",

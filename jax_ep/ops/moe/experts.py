@@ -300,7 +300,7 @@ def _tangents(call: ExpertsCall, residuals: Residuals, d_operands: Operands[None
 def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) -> Operands[None]:
     """The equations at the top of this file, in their order."""
     x, sizes, routing, products, experts, parameters = residuals
-    group, dtype, (_, b_down) = call.dispatch.group, d_combined.dtype, product_biases(experts)
+    group, dtype, (b_first, b_down) = call.dispatch.group, d_combined.dtype, product_biases(experts)
     c = _at_rows(group, d_combined, x, routing)
     w = routing.weight_of_row()
     a, transposed_unit = jax.vjp(partial(_unit_of_rows, call, routing), products, parameters)
@@ -320,8 +320,7 @@ def _cotangents(call: ExpertsCall, residuals: Residuals, d_combined: jax.Array) 
     dx = matmul.sum_of_lhs_gradients(d_products, tuple(as_array(m, dtype) for m in experts.first_matrices), sizes)
     d_tokens, d_weights = kernels.return_rows(group, routing, (dx, of_assignments(dw, routing)))
     db_first = tuple(
-        None if bias is None else sums_by_expert(sizes, each)
-        for bias, each in zip(product_biases(experts)[0], d_products, strict=True)
+        None if bias is None else sums_by_expert(sizes, each) for bias, each in zip(b_first, d_products, strict=True)
     )
     d_biases = _bias_cotangents(experts, db_first, db_down)
     d_experts = dataclasses.replace(experts, **d_matrices, down=d_down, biases=d_biases)

@@ -5,6 +5,7 @@ owner, receives the partial sums of the others and writes the sum into every ran
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -175,17 +176,14 @@ def _reduce(
             return nodes.reduce(group, config, values, union)
         return kernels.sparse_reduce(group, config, values, union, config.places_kept(values.shape[0]))
 
-    def back(residuals: tuple[Union, Any], cotangent: jax.Array) -> jax.Array:
-        return _back(group, config, residuals[0], cotangent)
-
     if by_pallas is None:
         _, union = vary.vary_alike(name, values, union)
-    return linear(forward, back, (union, by_pallas), values)
+    return linear(forward, partial(_back, group, config), (union, by_pallas), values)
 
 
-def _back(group: Group, config: SparseConfig, union: Union, cotangent: jax.Array) -> jax.Array:
+def _back(group: Group, config: SparseConfig, residuals: tuple[Union, Any], cotangent: jax.Array) -> jax.Array:
     """The cotangent of every entry is the cotangent of its row, on the rank that has the row."""
-    axis_name, dtype = group.axis_name, cotangent.dtype
+    (union, _), axis_name, dtype = residuals, group.axis_name, cotangent.dtype
     places = xla.places_of_entries(union, axis_name)
     if config.sharded:
         cotangent = jax.lax.all_gather(cotangent, axis_name)
