@@ -88,14 +88,12 @@ def sigmoid_top_k(
     """The `top_k` experts of the highest sigmoid scores (DeepSeek-V3, 2024; with groups=1 also Llama 4).
 
     Args:
-      logits: [T, E] bfloat16, float16 or float32.
+      logits, renormalize, scale, ids, mask: as for `softmax_top_k`.
       bias: [E] float32, added to the scores when experts are chosen, and not to the weights: see `balanced_bias`.
       groups, top_groups: adjacent experts form `groups` groups of equal size, and experts are chosen only from the
         `top_groups` best groups. If each node of GPUs owns one group, a token goes to at most `top_groups` nodes.
       best_of_group: the score of a group is the sum over its `best_of_group` best experts (2 in DeepSeek-V3, 1 in V2),
         or over all if it has fewer.
-      scale: a factor of the resulting weights.
-      ids, mask: as for `softmax_top_k`.
     """
     return _route("sigmoid", logits, top_k, groups, top_groups, best_of_group, renormalize, scale, bias, ids, mask)
 

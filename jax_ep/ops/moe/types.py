@@ -1,7 +1,7 @@
 """The values that travel between dispatch and combine."""
 
 import dataclasses
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,7 @@ class Routing:
     dropped: jax.Array
     invalid: jax.Array
     config: DispatchConfig = dataclasses.field(metadata={"static": True})
+    _counts: ClassVar[str] = "counts"  # the leaf with the counts of the ranks of `config`
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({checks.described(**vars(self))})"
@@ -123,10 +124,6 @@ class Routing:
         """Raises ValueError or TypeError, naming `op` and the leaf, unless all leaves have the types that a dispatch
         returns. Kernels check the values.
         """
-        self._check_leaves(op, counts="counts")
-
-    def _check_leaves(self, op: str, *, counts: str) -> None:
-        """Checks the leaves of a dispatch among the ranks of `config`; `counts` names the leaf of its counts."""
         if not isinstance(self.config, DispatchConfig):
             raise TypeError(f"{op}: routing.config must be a DispatchConfig, got {checks.describe(self.config)}")
         checks.check_array(op, "routing.targets", self.targets, "[T, K]")
@@ -139,7 +136,7 @@ class Routing:
             ("targets", (num_tokens, top_k), "[T, K]", np.int32),
             ("row_of", (size, num_tokens, top_k), "[R, T, K]", np.int32),
             ("weights", (size, num_tokens, top_k), "[R, T, K]", np.float32),
-            (counts, (size, local_experts), "[R, E / R]", np.int32),
+            (self._counts, (size, local_experts), "[R, E / R]", np.int32),
             ("dropped", (1,), "[1]", np.int32),
             ("invalid", (1,), "[1]", np.int32),
         ):
@@ -181,6 +178,7 @@ class NodeRouting(Routing):
     sent: jax.Array | None
     num_tokens: int = dataclasses.field(metadata={"static": True})
     chunks: int = dataclasses.field(metadata={"static": True})
+    _counts: ClassVar[str] = "local_counts"
 
     @property
     def local(self) -> Routing:
@@ -192,7 +190,7 @@ class NodeRouting(Routing):
         return self.local.group_sizes
 
     def check(self, op: str) -> None:
-        self._check_leaves(op, counts="local_counts")
+        super().check(op)
         checks.check_int(op, "routing.num_tokens", self.num_tokens, least=0)
         checks.check_int(op, "routing.chunks", self.chunks)
         checks.check_array(op, "routing.counts", self.counts, "[R, E / R]")
