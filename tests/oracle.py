@@ -104,17 +104,15 @@ def through_fp8(x: Array, *block: int) -> tuple[Array, Array]:
     return arrived.reshape(x.shape).astype(x.dtype), np.broadcast_to(scales, blocks.shape).reshape(x.shape)
 
 
+def weighted_rows(outputs: Array, targets: Array, weights: Array, dtype: type) -> Array:
+    """[R, T, K, H']: the row of each assignment times its weight; zeros where there is none."""
+    rows = np.concatenate([*outputs, np.zeros((1, outputs.shape[2]), outputs.dtype)])  # the last, for -1
+    return rows.astype(dtype)[targets] * np.where(targets < 0, 0, weights).astype(dtype)[..., None]
+
+
 def combine(outputs: Array, targets: Array, weights: Array) -> Array:
     """The weighted sums [R, T, H'] in float64, without any rounding."""
-    size, num_tokens, top_k = targets.shape
-    total = np.zeros((size, num_tokens, outputs.shape[2]), np.float64)
-    for source in range(size):
-        for token in range(num_tokens):
-            for k in range(top_k):
-                if targets[source, token, k] >= 0:
-                    rank, row = divmod(int(targets[source, token, k]), outputs.shape[1])
-                    total[source, token] += np.float64(weights[source, token, k]) * outputs[rank, row].astype(float)
-    return total
+    return weighted_rows(outputs, targets, weights, np.float64).sum(axis=2)
 
 
 def combine_in_order(outputs: Array, targets: Array, weights: Array, *, round_own: bool) -> Array:
@@ -122,27 +120,18 @@ def combine_in_order(outputs: Array, targets: Array, weights: Array, *, round_ow
 
     Without `round_own`, a token's rank adds its own experts' rows one by one to the sum over ranks.
     """
-    size, num_tokens, top_k = targets.shape
-    total = np.zeros((size, num_tokens, outputs.shape[2]), outputs.dtype)
-    for source in range(size):
-        for token in range(num_tokens):
-            partial = np.zeros((size, outputs.shape[2]), np.float32)
-            for k in range(top_k):
-                if targets[source, token, k] >= 0:
-                    rank, row = divmod(int(targets[source, token, k]), outputs.shape[1])
-                    partial[rank] += weights[source, token, k] * outputs[rank, row].astype(np.float32)
-            arrived = partial.astype(outputs.dtype).astype(np.float32)
-            sum_of_ranks = np.zeros(outputs.shape[2], np.float32)
-            for rank in range(size):
-                if round_own or rank != source:
-                    sum_of_ranks += arrived[rank]
-                    continue
-                for k in range(top_k):
-                    if targets[source, token, k] // outputs.shape[1] == rank:
-                        row = targets[source, token, k] % outputs.shape[1]
-                        sum_of_ranks += weights[source, token, k] * outputs[rank, row].astype(np.float32)
-            total[source, token] = sum_of_ranks.astype(outputs.dtype)
-    return total
+    size, _, top_k = targets.shape
+    terms, owners = weighted_rows(outputs, targets, weights, np.float32), targets // outputs.shape[1]
+    total = np.zeros_like(terms, shape=(*targets.shape[:2], outputs.shape[2]))
+    for rank in range(size):
+        at_rank = [np.where(owners[:, :, k, None] == rank, terms[:, :, k], 0) for k in range(top_k)]
+        partial = sum(at_rank, np.zeros_like(total)).astype(outputs.dtype).astype(np.float32)
+        if not round_own:
+            partial[rank] = 0
+        total += partial
+        for term in [] if round_own else at_rank:
+            total[rank] += term[rank]
+    return total.astype(outputs.dtype)
 
 
 class Slices(NamedTuple):
