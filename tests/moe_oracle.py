@@ -101,6 +101,13 @@ def gated_experts(
     return found if any(bias is not None for bias in biases) else found[:2]
 
 
+def assert_near(actual: Any, wanted: Any, unit: float) -> None:
+    """Within `unit` of the largest value of each array."""
+    for mine, right in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+        atol = unit * max(np.abs(right).max(), 1e-6)
+        np.testing.assert_allclose(np.asarray(mine, np.float64), right, rtol=0, atol=atol)
+
+
 def routed(logits: np.ndarray, top_k: int, score: str = "softmax") -> tuple[np.ndarray, np.ndarray]:
     """The best experts of each token, and their scores, which add up to 1."""
     ids = np.argsort(-logits, axis=1)[:, :top_k]

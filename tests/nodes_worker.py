@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import sparse_cases
 from jax.experimental import multihost_utils
-from layer_cases import assert_near
 from nodes_cases import AXES, EXPERTS, HIDDEN, TOKENS, TOP_K
 
 import jax_ep
@@ -144,7 +143,7 @@ def check_layer(group: Group, rng: helpers.Rng, **options: Any) -> None:
     operands = jax.tree.map(lambda x: spread(group, x), (layer, case.ids, cotangent))
     found = gathered(helpers.per_rank(both, group.mesh)(*operands))
     group.check()
-    assert_near(found, moe_oracle.gated_experts(layer, case.ids, cotangent), 2e-5)
+    moe_oracle.assert_near(found, moe_oracle.gated_experts(layer, case.ids, cotangent), 2e-5)
 
 
 def check_lines(mesh: jax.sharding.Mesh, axis: str, rng: helpers.Rng) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import helpers
 import jax
 import jax.numpy as jnp
-import layer_cases
 import moe_oracle
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def draw_experts(rng: Rng) -> list[np.ndarray]:
 
 def assert_alike(found: Any, wanted: Any, unit: float = 2e-5) -> None:
     assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, wanted)
-    layer_cases.assert_near(found, wanted, unit)
+    moe_oracle.assert_near(found, wanted, unit)
 
 
 def with_gradients(function: Any, *operands: Any) -> Any:

@@ -10,7 +10,6 @@ import helpers
 import jax
 import jax.extend
 import jax.numpy as jnp
-import layer_cases
 import matrix_forms
 import moe_oracle
 import numpy as np
@@ -138,7 +137,7 @@ def test_experts_quantized_by_qwix(group: Group, rng: Rng) -> None:
 
     found, rounded = helpers.run(group, body, floats, known)
     wanted = moe_oracle.gated_experts(moe_oracle.Layer(**rounded), exact["ids"], floats["tokens"])[0]
-    layer_cases.assert_near(found, wanted, 1e-5)
+    moe_oracle.assert_near(found, wanted, 1e-5)
     assert np.abs(rounded["gate"] - floats["gate"]).max() > 1e-3
 
 
