@@ -107,7 +107,7 @@ def through_fp8(x: Array, *block: int) -> tuple[Array, Array]:
 def weighted_rows(outputs: Array, targets: Array, weights: Array, dtype: type) -> Array:
     """[R, T, K, H']: the row of each assignment times its weight; zeros where there is none."""
     rows = np.concatenate([*outputs, np.zeros((1, outputs.shape[2]), outputs.dtype)])  # the last, for -1
-    return rows.astype(dtype)[targets] * np.where(targets < 0, 0, weights).astype(dtype)[..., None]
+    return rows[targets].astype(dtype) * np.where(targets < 0, 0, weights).astype(dtype)[..., None]
 
 
 def combine(outputs: Array, targets: Array, weights: Array) -> Array:
@@ -125,12 +125,11 @@ def combine_in_order(outputs: Array, targets: Array, weights: Array, *, round_ow
     total = np.zeros_like(terms, shape=(*targets.shape[:2], outputs.shape[2]))
     for rank in range(size):
         at_rank = [np.where(owners[:, :, k, None] == rank, terms[:, :, k], 0) for k in range(top_k)]
-        partial = sum(at_rank, np.zeros_like(total)).astype(outputs.dtype).astype(np.float32)
-        if not round_own:
-            partial[rank] = 0
-        total += partial
-        for term in [] if round_own else at_rank:
-            total[rank] += term[rank]
+        arrived = sum(at_rank, np.zeros_like(total)).astype(outputs.dtype).astype(np.float32)
+        rounded = round_own | (np.arange(size) != rank)  # of the tokens of these ranks
+        total[rounded] += arrived[rounded]
+        for term in at_rank:
+            total[~rounded] += term[~rounded]
     return total.astype(outputs.dtype)
 
 
