@@ -96,15 +96,14 @@ def maxtext_layer(
     **config: Any,
 ) -> Bare:
     """Args: `axis`, the first one of its mesh [2, 4]; the second is "expert"."""
-    given = {"model_name": "mixtral", "routed_score_func": "", "mlp_activations": ["silu"], "model_call_mode": "train"}
-    given |= {"num_experts": E, "routed_bias_update_rate": 0.01, "routed_scaling_factor": 2.5}
-    given |= {"matmul_precision": "highest", "moe_dropless_fallback": None, "ragged_buffer_factor": -1.0}
-    given |= {"load_balance_loss_weight": 0.1, "mlp_activations_limit": -1.0, "capacity_factor": -1.0}
-    given |= {"gradient_accumulation_steps": 1, "norm_topk_prob": False, "routed_bias": False, "mlp_bias": False}
-    given |= {"moe_log_max_load_ratio": True, "log_required_ragged_buffer_factor": True}
-    off = ("use_random_routing", "activations_in_float32", "float32_weight_sum", "fuse_expert_scales")
+    file = zipfile.ZipFile(upstream.wheel("maxtext", "0.2.5"))
+    given = yaml.safe_load(file.read("maxtext/configs/base.yml"))
+    rules = given["logical_axis_rules"]
+    given |= {"model_name": "mixtral", "model_call_mode": "train", "matmul_precision": "highest", "num_experts": E}
+    given |= {"routed_bias_update_rate": 0.01, "routed_scaling_factor": 2.5, "load_balance_loss_weight": 0.1}
+    given |= {"moe_log_max_load_ratio": True, "log_required_ragged_buffer_factor": True, "moe_dropless_fallback": None}
     block = moe.ctypes.DecoderBlockType[decoder_block]
-    settings = SimpleNamespace(**given | dict.fromkeys(off, False) | config, decoder_block=block, shard_mode=None)
+    settings = SimpleNamespace(**given | config | {"decoder_block": block, "shard_mode": None})
     own = {"num_experts_per_tok": K, "dtype": jnp.dtype("float32"), "activation_fn": jax.nn.silu, "num_experts": E}
     nothing = dict.fromkeys(("rngs", "quant", "per_expert_scale", "wi_kernel_axes", "wo_kernel_axes"))
     alone = {"get_context_partition_and_sub_seq": lambda length: (1, length), "is_hash_routing": False}
@@ -113,9 +112,6 @@ def maxtext_layer(
 
     def shard(x: jax.Array, spec: P) -> jax.Array:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if axis_types == AxisType.Explicit else x
-
-    file = zipfile.ZipFile(upstream.wheel("maxtext", "0.2.5"))
-    rules = yaml.safe_load(file.read("maxtext/configs/base.yml"))["logical_axis_rules"]
 
     def mesh_axes(names: tuple[str | None, ...]) -> P:
         found = spmd.logical_to_mesh_axes(names, [(name, tuple(np.atleast_1d(axes))) for name, axes in rules])
