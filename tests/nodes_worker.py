@@ -335,10 +335,10 @@ def leave_in_order(mesh: jax.sharding.Mesh) -> None:
         again.check()
 
 
-def drop(mesh: jax.sharding.Mesh, groups: int) -> None:
+def drop(mesh: jax.sharding.Mesh) -> None:
     """Groups that are not closed leave no threads, and processes may go on without them."""
     before = helpers.own_threads()
-    for _ in range(groups):
+    for _ in range(20):
         open_group(mesh, 60)
     gc.collect()
     helpers.wait_until(lambda: helpers.own_threads() <= before, 10)
@@ -357,17 +357,15 @@ def main() -> None:
     last = (*HANGS, "kill", "stop", "stop the coordinator")
     parser.add_argument("what", choices=[*CHECKS, "close", *last], nargs="+", help="in this order; the last ones alone")
     parser.add_argument("--cpu-devices", type=int, default=1)
-    parser.add_argument("--nodes", type=int, help="of equally many processes; default: each is one")
+    parser.add_argument("--nodes", type=int, required=True, help="of equally many processes")
     parser.add_argument("--without-library", action="store_true")
-    parser.add_argument("--groups", type=int, default=20, help="how many `close` drops")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     jax.config.update("jax_default_matmul_precision", "highest")
     if options.without_library:
         ffi.is_built = lambda platform: False
         helpers.let_kernels_cross_cpu_processes()  # as if between GPUs
-    nodes = options.nodes or jax.process_count()
-    mesh = helpers.mesh_of(node=nodes, ep=jax.device_count() // nodes)
+    mesh = helpers.mesh_of(node=options.nodes, ep=jax.device_count() // options.nodes)
     print(f"JAX_EP_TEST_SEED={helpers.SEED}")
     for what in options.what:
         print(f"\n{what}", flush=True)
@@ -375,7 +373,7 @@ def main() -> None:
             CHECKS[what](mesh)
         elif what == "close":
             leave_in_order(mesh)
-            drop(mesh, options.groups)
+            drop(mesh)
         elif what in HANGS:
             hang(mesh, what.removeprefix("hang, "))
         else:

@@ -67,11 +67,11 @@ def run_into_an_overflow(mesh: Mesh) -> None:
         group.check()
 
 
-def run_beside_collectives(mesh: Mesh, turns: int, shared: bool) -> None:
+def run_beside_collectives(mesh: Mesh, shared: bool) -> None:
     on_cpu, size = jax.default_backend() == "cpu", jax.device_count()
     operands = mixed_cases.draw(np.random.default_rng(helpers.SEED), size, 8 * size)
     options: dict[str, Any] = {"collectives": not shared, "in_turn": on_cpu}
-    options |= {"turns": 4 if on_cpu else 50 if shared else turns, "look": 1 if on_cpu else 25}
+    options |= {"turns": 4 if on_cpu else 50 if shared else 1000, "look": 1 if on_cpu else 25}
     with Group(mesh, "ep", timeout=60) as one, Group(mesh, "ep", timeout=60) as other:
         mixed_cases.run(one, other, operands, **options)
 
@@ -128,7 +128,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("checks", nargs="+", help="in this order")
     parser.add_argument("--cpu-devices", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=1000, help="beside: executions on GPUs that processes have alone")
     # NCCL refuses two ranks on one GPU, and processes take turns there.
     parser.add_argument("--shared", action="store_true", help="processes share a GPU: fewer executions, ours alone")
     parser.add_argument("--openings", type=int, default=0, help="resources: so many groups, and the GPUs' memory")
@@ -142,7 +141,7 @@ def main() -> None:
         "staged": lambda: save_results(mesh, options.folder, stage=True),
         "overflow": lambda: run_into_an_overflow(mesh),
         "mismatches": lambda: mismatch_cases.differ_in_all(mesh),
-        "beside": lambda: run_beside_collectives(mesh, options.turns, options.shared),
+        "beside": lambda: run_beside_collectives(mesh, options.shared),
         "resources": lambda: open_and_close(mesh, options.openings),
     }
     for check in options.checks:
