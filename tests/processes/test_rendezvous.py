@@ -95,14 +95,6 @@ def test_the_number_is_free_everywhere(processes: Processes) -> None:
     assert assert_met({me: processes.start(me, TRIPLE, taken=numbers) for me, numbers in taken.items()}, TRIPLE) == 2
 
 
-def test_all_who_are_missing_are_named(processes: Processes) -> None:
-    lines = [[0, 1, 2, 3]]
-    here = [processes.start(me, lines, timeout=0.5) for me in (0, 2)]
-    for each in here:
-        with pytest.raises(PeerTimeoutError, match="process 1, 3 did not"):
-            each.result(TIMEOUT)
-
-
 def gone(*_: object) -> None:
     raise OSError("it has gone")
 
