@@ -110,32 +110,23 @@ def test_calls_inside_a_host_ask_nobody(open_group: OpenGroup) -> None:
     assert "callback" not in text
 
 
-def test_a_new_group_serves_programs_of_a_closed_one(open_group: OpenGroup) -> None:
-    group = open_group(SIZE)
-    case = case_of(SIZE)
-    program, ahead = helpers.dispatch_combine(group, **OPTIONS), compiled(group, case)
+@pytest.mark.parametrize("another_is_open", [False, True])
+def test_a_new_group_serves_programs_of_a_closed_one(another_is_open: bool, open_group: OpenGroup) -> None:
+    """Another group of the same content does not: it serves its own."""
+    group, case = open_group(SIZE), case_of(SIZE)
+    others = [compiled(open_group(SIZE), case)] * another_is_open
+    programs = [helpers.dispatch_combine(group, **OPTIONS), compiled(group, case)]
     for _ in range(5):  # on a GPU a captured graph, whose replays call none of our handlers
-        assert_right(program, case)
+        assert_right(programs[0], case)
     group.close()
-    for each in (program, ahead):
+    for each in programs:
         with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
             helpers.fetch(each(*case))
+    for each in others:
+        assert_right(each, case)
     open_group(SIZE)
-    assert_right(ahead, case)
-    assert_right(program, case)
-
-
-def test_two_groups_of_one_content_do_not_mix(open_group: OpenGroup) -> None:
-    first, second = open_group(SIZE), open_group(SIZE)
-    case = case_of(SIZE)
-    programs = [compiled(group, case) for group in (first, second)]
-    first.close()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
-        helpers.fetch(programs[0](*case))
-    assert_right(programs[1], case)
-    open_group(SIZE)
-    assert_right(programs[0], case)
-    assert_right(programs[1], case)
+    for each in programs + others:
+        assert_right(each, case)
 
 
 def test_a_program_compiled_ahead_keeps_its_group() -> None:
