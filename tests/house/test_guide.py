@@ -15,10 +15,9 @@ from typing import Any
 import helpers
 import jax
 import pytest
+from helpers import ROOT
 
 from jax_ep import Group
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def text_of(page: Path) -> str:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import moe_oracle
 import numpy as np
+import optax
 import pytest
 from conftest import OpenGroup
 from helpers import Rng
@@ -151,18 +152,22 @@ def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: 
         tensors.view("a_scale_inv", (1, 3), "F32")
 
 
-def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[float]:
-    """The losses of steps on the same sequences, from the weights of the checkpoint."""
-    optax = pytest.importorskip("optax")
-    config, run, optimizer = config_of(family), run_of(group, **options), optax.adamw(1e-4)
-    state = training.state_of(loaded(family, group), optimizer, run)
-    step, values = training.make_train_step(config, optimizer, run, state), []
-    for _ in range(STEPS):
-        state, metrics = step(state, ids[None])
+def losses_of(config: Any, optimizer: Any, run: Any, state: Any, batches: Any, **options: Any) -> list[float]:
+    """Of a step for each batch."""
+    step, values = training.make_train_step(config, optimizer, run, state, **options), []
+    for batch in batches:
+        state, metrics = step(state, batch)
         values.append(float(metrics.loss))
         assert metrics.dropped == 0
-    group.check()
+    run.group.check()
     return values
+
+
+def trained(family: str, group: Group, ids: np.ndarray, **options: Any) -> list[float]:
+    """The losses of steps on the same sequences, from the weights of the checkpoint."""
+    config, run, optimizer = config_of(family), run_of(group, **options), optax.adamw(1e-4)
+    state = training.state_of(loaded(family, group), optimizer, run)
+    return losses_of(config, optimizer, run, state, [ids[None]] * STEPS)
 
 
 @of_each_family
@@ -382,9 +387,7 @@ def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: in
 
 
 def test_micro_batches_are_one_batch(group: Group, rng: Rng) -> None:
-    optax = pytest.importorskip("optax")
-    config, optimizer = config_of("qwen3_moe"), optax.sgd(1.0)
-    run = run_of(group)
+    config, optimizer, run = config_of("qwen3_moe"), optax.sgd(1.0), run_of(group)
     tokens = rng.integers(config.vocab_size, size=(2 * group.size, 13), dtype=np.int32)
 
     def after_a_step(batches: np.ndarray) -> Any:
@@ -411,7 +414,6 @@ def dense_mixture(tokens: Any, ids: Any, weights: Any, experts: Any, *, group: G
 @pytest.mark.nightly
 def test_losses_of_200_steps(group: Group, rng: Rng) -> None:
     """In bfloat16 they stay within 1 % of those of dense experts in float32, on text of a chain of 4 successors."""
-    optax = pytest.importorskip("optax")
     config, optimizer = config_of("qwen3_moe"), optax.adamw(3e-4, b2=0.95)
     successors, steps, length = rng.integers(config.vocab_size, size=(config.vocab_size, 4)), 200, 64
     tokens = np.zeros((steps, 1, 8 * group.size, length + 1), np.int32)
@@ -419,16 +421,12 @@ def test_losses_of_200_steps(group: Group, rng: Rng) -> None:
         drawn = rng.integers(4, size=tokens.shape[:-1])
         tokens[..., i + 1] = successors[tokens[..., i], drawn]
 
-    def losses_of(run: Any) -> np.ndarray:
+    def losses(run: Any) -> np.ndarray:
         state = training.first_state(jax.random.key(0), config, optimizer, run)
-        step, found = training.make_train_step(config, optimizer, run, state, balance=0), []
-        for batch in tokens:
-            state, metrics = step(state, batch)
-            found.append(float(metrics.loss))
-        return np.array(found)
+        return np.array(losses_of(config, optimizer, run, state, tokens, balance=0))
 
-    ours = losses_of(layers.Run(group, dtype=jnp.bfloat16))
-    dense = losses_of(run_of(group, moe_mlp=dense_mixture))
+    ours = losses(layers.Run(group, dtype=jnp.bfloat16))
+    dense = losses(run_of(group, moe_mlp=dense_mixture))
     print("every 20th loss:", *(f"{x:.4f} ({y:.4f})" for x, y in zip(ours[::20], dense[::20], strict=True)))
     print(f"the last: {ours[-1]:.4f} ({dense[-1]:.4f}); largest difference {np.abs(ours / dense - 1).max():.2%}")
     assert dense[-1] < 0.8 * dense[0]
@@ -445,7 +443,6 @@ def test_the_command_that_generates(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
     """Four steps, and two with two more behind a checkpoint: the same weights."""
-    pytest.importorskip("optax")
     rng.integers(128, size=4000, dtype=np.uint16).tofile(tmp_path / "tokens")
     config = tmp_path / "config"
     config.mkdir()
