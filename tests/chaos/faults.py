@@ -171,8 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options.parse_args(arguments)
     gpus = count_gpus()
     report = Report("faults", given.seed, f"{gpus} GPUs" if gpus else "CPU processes")
-    index = given.lineup or 0
-    while report.configurations < given.configurations and report.seconds() < given.seconds:
+    for index in report.indices(given, given.lineup):
         trial = Trial(report, index, gpus)
         report.programs += 1
         try:
@@ -181,9 +180,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             report.configurations += 1
             report.faults += 1
             report.failed(error, f"fault {trial.count}: {trial.doing}", f"--lineup {index}")
-        if given.lineup is not None:
-            break
-        index += 1
     return report.finish()
 
 

@@ -70,14 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faulthandler.enable()  # a crash says where, and --verbose says in which program
     prepare_devices()
     report, kinds = Report("fuzz", given.seed, devices_here(), verbose=given.verbose, of=given.of), OF[given.of]
-    if given.program is not None:
-        values = range(given.values) if given.value is None else range(given.value, given.value + 1)
-        try_program(report, kinds, given.program, values)
-        return report.finish()
-    index = 0
-    while report.configurations < given.configurations and report.seconds() < given.seconds:
-        try_program(report, kinds, index, range(min(given.values, given.configurations - report.configurations)))
-        index += 1
+    values = range(given.values) if given.value is None else range(given.value, given.value + 1)
+    for index in report.indices(given, given.program):
+        try_program(report, kinds, index, values[: given.configurations - report.configurations])
     return report.finish()
 
 

@@ -173,9 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options.parse_args(arguments)
     prepare_devices()
     report = Report("lifecycle", given.seed, devices_here())
-    for index in [given.scene] if given.scene is not None else range(given.configurations):
-        if report.seconds() > given.seconds:
-            break
+    for index in report.indices(given, given.scene):
         rng = np.random.default_rng([report.seed, index])
         weights = [weight for _, weight in SCENES]
         scene = SCENES[index if index < len(SCENES) else rng.choice(len(SCENES), p=weights)][0]

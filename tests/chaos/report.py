@@ -3,9 +3,11 @@
 import argparse
 import collections
 import dataclasses
+import itertools
 import os
 import time
 import traceback
+from collections.abc import Iterator
 
 import jax
 
@@ -56,6 +58,13 @@ class Report:
 
     def seconds(self) -> float:
         return time.monotonic() - self.began
+
+    def indices(self, given: argparse.Namespace, alone: int | None) -> Iterator[int]:
+        """Of what to try: the one that is to be repeated, or one after the other, as many as `given` asks for."""
+        for index in itertools.count() if alone is None else [alone]:
+            if self.configurations >= given.configurations or self.seconds() >= given.seconds:
+                return
+            yield index
 
     def failed(self, error: BaseException, what: str, repeat: str) -> None:
         """Counts a failure: an AssertionError is a wrong value, everything else a result that was lost."""
