@@ -153,7 +153,7 @@ def test_the_last_blocks_of_a_matrix_in_float8_are_smaller(tmp_path: Path, rng: 
 
 
 def losses_of(config: Any, optimizer: Any, run: Any, state: Any, batches: Any, **options: Any) -> list[float]:
-    """Of a step for each batch."""
+    """The losses of a step for each batch. No token is dropped."""
     step, values = training.make_train_step(config, optimizer, run, state, **options), []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -421,12 +421,12 @@ def test_losses_of_200_steps(group: Group, rng: Rng) -> None:
         drawn = rng.integers(4, size=tokens.shape[:-1])
         tokens[..., i + 1] = successors[tokens[..., i], drawn]
 
-    def losses(run: Any) -> np.ndarray:
+    def on(run: Any) -> np.ndarray:
         state = training.first_state(jax.random.key(0), config, optimizer, run)
         return np.array(losses_of(config, optimizer, run, state, tokens, balance=0))
 
-    ours = losses(layers.Run(group, dtype=jnp.bfloat16))
-    dense = losses(run_of(group, moe_mlp=dense_mixture))
+    ours = on(layers.Run(group, dtype=jnp.bfloat16))
+    dense = on(run_of(group, moe_mlp=dense_mixture))
     print("every 20th loss:", *(f"{x:.4f} ({y:.4f})" for x, y in zip(ours[::20], dense[::20], strict=True)))
     print(f"the last: {ours[-1]:.4f} ({dense[-1]:.4f}); largest difference {np.abs(ours / dense - 1).max():.2%}")
     assert dense[-1] < 0.8 * dense[0]
