@@ -48,8 +48,8 @@ class Run:
     Attributes:
       group: the open group of the devices that share the experts.
       dtype: of activations, and of the parameters where they are multiplied.
-      attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs, for 16 bits and without
-        sinks.
+      attention: "cudnn" or "xla" of `jax.nn.dot_product_attention`. "auto" is "cudnn" on GPUs for operands of 16 bits,
+        in layers without sinks and without a window.
       remat: a policy of `jax.checkpoint` for each layer, such as those of `REMAT`; None keeps everything.
       unroll: turns through the kinds of layers in one iteration of the scan over layers. A larger number copies less
         into stacked arrays for the backward pass, and takes longer to compile.

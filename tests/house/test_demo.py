@@ -88,6 +88,14 @@ def test_an_example_trains(name: str, steps: str, capsys: pytest.CaptureFixture[
     assert example(name).main(["--steps", steps]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("native")
+def test_adapters_train(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example("expert_products").main() == 0, capsys.readouterr().out
+    differs = re.search(r"int8: differs by (\S+)", capsys.readouterr().out)
+    assert differs
+    assert float(differs[1]) < 0.02
+
+
 def test_an_example_runs_as_a_file(tmp_path: Path) -> None:
     output = helpers.run_python(str(EXAMPLES / "nnx_moe.py"), "--steps=2", cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert "step 0: loss " in output

@@ -44,6 +44,15 @@ def test_rows(dtype: np.dtype, rng: helpers.Rng) -> None:
     np.testing.assert_array_equal(np.isfinite(back), ~np.isnan(np.where(spoiled == 0, back, 0)))
 
 
+def test_zeros_of_a_block_of_tiny_values() -> None:
+    """448 / largest is no float32, and zero times infinity would be NaN."""
+    rows = np.zeros((8, BLOCK), np.float32)
+    rows[0, 5] = 2e-37
+    values = helpers.fetch(jax.jit(quantize_rows)(rows)).values.astype(np.float32)
+    np.testing.assert_array_equal(values != 0, rows != 0)
+    assert np.isfinite(values).all()
+
+
 def test_weights(rng: helpers.Rng) -> None:
     weights = (rng.standard_normal((3, 256, 384)) * rng.lognormal(0, 3, (3, 256, 1))).astype(np.float32)
     weights[1, :128, 128:256] = 0

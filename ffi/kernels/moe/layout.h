@@ -16,8 +16,8 @@ constexpr int kMaxAssignments = kMailNumbers;
 constexpr int kFewTokens = 512;         // up to this number of tokens, each token is a chunk
 constexpr int kChunkTokens = 512;       // the least tokens of a chunk otherwise
 constexpr int kMaxChunks = 16;          // of a source
-constexpr int kEagerTokens = 1024;      // the most eager tokens, unless all are
-constexpr int kMostEagerTokens = 4096;  // the same of many tokens with short rows
+constexpr int kEagerTokens = 1024;      // the most eager tokens of long rows; see eager_tokens()
+constexpr int kMostEagerTokens = 4096;  // and of short rows
 constexpr int kEagerStep = 64;
 constexpr int kShortRowBytes = 8192;  // tokens with longer rows are taken one by one; 4 KiB and 14 KiB were measured
 static_assert(kFewTokens <= kMaxFlags && kMaxChunks <= kMaxFlags);
