@@ -27,6 +27,7 @@ pytestmark = [
     pytest.mark.usefixtures("native"),
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a GPU the shapes are large"),
 ]
+NODE_TIMES = {"dispatch, us", "combine, us", "layer, us", "step, us"}
 
 
 def rows_of(table: str) -> list[dict[str, str]]:
@@ -56,7 +57,7 @@ def options(**values: Any) -> SimpleNamespace:
         ("embedding", {"embedding step", "step, us", "of update, apply_updates"}),
         pytest.param("matmul --by float8 --quick", {"of dense"}, marks=pytest.mark.nightly),
         pytest.param("model", {"dropped"}, marks=pytest.mark.nightly),
-        pytest.param("nodes --quick --nodes 2", {"dispatch, us", "step, us"}, marks=pytest.mark.nightly),
+        pytest.param("nodes --quick --nodes 2", NODE_TIMES, marks=pytest.mark.nightly),
     ],
 )
 def test_a_benchmark_keeps_what_it_prints(
@@ -85,6 +86,7 @@ def test_a_benchmark_keeps_what_it_prints(
             ("by capacity", "the same"),
         ]
         assert min(float(row[f"{op}, of the least"]) for row in printed for op in ("dispatch", "combine")) >= 1
+        assert all(np.isfinite(number(row[name])) for row in printed for name in NODE_TIMES)
 
 
 def test_decoding_is_part_of_the_sweep(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The examples train, and alike on every platform and with every implementation."""
+"""The examples train; the language model alike on every platform and with every implementation."""
 
 import re
 from collections.abc import Sequence

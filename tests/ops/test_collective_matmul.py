@@ -12,14 +12,14 @@ import pytest
 from chaos.compare import assert_near
 from conftest import OpenGroup, Rng
 from jax.sharding import AbstractMesh, PartitionSpec as P
-from matmul_cases import OPS, assert_right, draw, exact, exact_gradients, program, served
+from matmul_cases import OPS, Operands, assert_right, draw, exact, exact_gradients, program, served
 
 import jax_ep
 from jax_ep import Group, Implementation
 
 BFLOAT16, FLOAT16, FLOAT32 = helpers.DTYPES
 SHAPES = [(8, 8, 8), (40, 24, 16), (136, 40, 200), (264, 8, 264)]  # M, K, N
-SHAPES += [(8, 1, 1), (16, 3, 5), (24, 129, 31)]  # no core takes these
+ODD_SHAPES = [(8, 1, 1), (16, 3, 5), (24, 129, 31)]  # no core takes them
 
 
 @pytest.fixture(params=OPS)
@@ -27,23 +27,42 @@ def op(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("dtype", "result"),
-    [(BFLOAT16, None), (FLOAT16, None), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
-    ids=str,
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_product_and_gradients(
-    op: str, shape: Any, dtype: np.dtype, result: Any, implementation: Implementation, open_group: OpenGroup, rng: Rng
+def check(op: str, group: Group, operands: Operands, implementation: Implementation) -> None:
+    out = helpers.fetch(program(op, group, implementation=implementation)(*operands))
+    assert out.dtype == operands[0].dtype
+    assert_right(op, out, operands)
+
+
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + ODD_SHAPES, ids=str)
+def test_product(
+    op: str, shape: Any, dtype: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: Rng
 ) -> None:
     group = open_group(min(4, helpers.largest_size()))
     operands = draw(rng, group.size, shape, dtype)
-    if not served(group, implementation, shape, dtype):
+    if served(group, implementation, shape, dtype):
+        check(op, group, operands, implementation)
+    else:
         with pytest.raises(ValueError, match="multiples of 8"):
             program(op, group, implementation=implementation)(*operands)
-        implementation = "auto"
-    given = *operands, rng.standard_normal(exact(op, *operands).shape).astype(result or dtype)
+        check(op, group, operands, "auto")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [(BFLOAT16, BFLOAT16), (FLOAT32, FLOAT32), (BFLOAT16, FLOAT32), (FLOAT16, FLOAT32)],
+    ids=str,
+)
+def test_product_and_gradients(
+    op: str, dtype: np.dtype, result: np.dtype, implementation: Implementation, open_group: OpenGroup, rng: Rng
+) -> None:
+    group = open_group(min(4, helpers.largest_size()))
+    if not served(group, implementation, (8, 8), dtype):
+        pytest.skip("kernels on a GPU take 16-bit operands alone")
+    operands = draw(rng, group.size, (32, 24, 40), dtype)
+    given = *operands, rng.standard_normal(exact(op, *operands).shape).astype(result)
     multiply = partial(OPS[op], group=group, preferred_element_type=result, implementation=implementation)
 
     def both(a: jax.Array, b: jax.Array, above: jax.Array) -> Any:
@@ -51,7 +70,7 @@ def test_product_and_gradients(
         return out, *pull(above)
 
     out, *gradients = helpers.run(group, both, *given)
-    assert [x.dtype for x in (out, *gradients)] == [result or dtype, dtype, dtype]
+    assert [x.dtype for x in (out, *gradients)] == [result, dtype, dtype]
     assert_right(op, out, operands)
     wanted, magnitudes = (exact_gradients(op, *each) for each in (given, [np.abs(x) for x in given]))
     for mine, right, magnitude in zip(gradients, wanted, magnitudes, strict=True):

@@ -223,7 +223,11 @@ def test_bad_operands_are_refused() -> None:
         ({"group_offset": jnp.zeros(1, jnp.int32)}, NotImplementedError, "group_offset must be None"),
         (integers | {"implementation": "pallas"}, ValueError, "'pallas' needs lhs and rhs of one dtype.*got int32"),
         (floats | {"implementation": "kernels"}, not_here, "implementation='kernels' needs"),
-        ({"implementation": "ffi"}, ValueError, "must be one of 'auto', 'kernels', 'pallas', 'xla'; got 'ffi'"),
+        (
+            {"implementation": "ffi"},
+            ValueError,
+            "implementation must be one of 'auto', 'kernels', 'pallas', 'xla'; got 'ffi'",
+        ),
         ({"lhs_indices": jnp.zeros((4, 1), jnp.int32)}, ValueError, r"lhs_indices must have shape \[M\], got \(4, 1\)"),
         ({"lhs_indices": jnp.zeros(4)}, TypeError, "lhs_indices must be of an integer dtype, got float32"),
         ({"lhs_indices": [0, 1]}, TypeError, "lhs_indices must be an array, got list"),

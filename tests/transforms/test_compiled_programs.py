@@ -114,7 +114,7 @@ def test_calls_inside_a_host_ask_nobody(open_group: OpenGroup) -> None:
 def test_a_new_group_serves_programs_of_a_closed_one(another_is_open: bool, open_group: OpenGroup) -> None:
     """Another group of the same content does not: it serves its own."""
     group, case = open_group(SIZE), case_of(SIZE)
-    others = [compiled(open_group(SIZE), case)] * another_is_open
+    others = [compiled(open_group(SIZE), case)] if another_is_open else []
     programs = [helpers.dispatch_combine(group, **OPTIONS), compiled(group, case)]
     for _ in range(5):  # on a GPU a captured graph, whose replays call none of our handlers
         assert_right(programs[0], case)
