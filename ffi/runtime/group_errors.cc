@@ -82,7 +82,7 @@ std::optional<GroupError> Group::take_failures() {
 
 std::optional<Group::RankReport> Group::report_of(int index) const {
   const Report* const from = comms_[index].report;
-  if (!from) return std::nullopt;  // of another process
+  if (!from || load_acquire(&from->epoch) == 0) return std::nullopt;  // of another process, or no report
   constexpr int kWords = sizeof(Report) / sizeof(uint64_t);
   const auto* const there = reinterpret_cast<const uint64_t*>(from);
   uint64_t words[kWords];

@@ -15,12 +15,12 @@ struct Note {
   enum class Kind : int32_t { share, mapped, refused, goodbye };
 
   Kind kind;
-  int32_t rank_index;  // share: whose signal pad the region is, or -1
-  uint64_t owner;      // share: a number of the process that has the region
-  uint64_t region;     // its number there
-  uint64_t bytes;
-  uint64_t base;   // mapped: the address in the answering process
-  char text[160];  // refused: why
+  int32_t rank_index = -1;  // share: whose signal pad the region is, or -1
+  uint64_t owner = 0;       // share: a number of the process that has the region
+  uint64_t region = 0;      // its number there
+  uint64_t bytes = 0;
+  uint64_t base = 0;    // mapped: the address in the answering process
+  char text[160] = {};  // refused: why
 };
 
 enum class Sent { sent, later, gone };

@@ -78,7 +78,7 @@ void drop_mapping(const RegionName& name) {
 }
 
 Note request_of(const Region& region, int rank_index) {
-  return {Note::Kind::share, rank_index, number_of_this_process(), region.id, region.bytes, /*base=*/0, /*text=*/{}};
+  return {Note::Kind::share, rank_index, number_of_this_process(), region.id, region.bytes};
 }
 
 std::string name_of(int process) { return concat("process ", process, " "); }
@@ -236,7 +236,7 @@ void Sharing::say_goodbye() {
   const Clock::time_point deadline = Clock::now() + kFarewell;
   std::unique_lock lock(mutex_);
   for (std::size_t process = 0; process < peers_.size(); ++process)
-    push(static_cast<int>(process), {Note::Kind::goodbye, kNoRankIndex, 0, 0, 0, 0, /*text=*/{}});
+    push(static_cast<int>(process), {Note::Kind::goodbye});
   for (;;) {
     std::vector<pollfd> full;
     for (Peer& peer : peers_) {

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import OpenGroup
 from helpers import Rng
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 from test_pallas_kernels import INTERPRET, lowered_for_h200
 
-from jax_ep import MoeStats, nn
+import jax_ep
+from jax_ep import Implementation, MoeStats, nn
 from jax_ep.nn.balance import Score
 from jax_ep.pallas_kernels import Groups, RouterTiling, best_groups, route
 
@@ -276,6 +278,52 @@ def test_scalars() -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
     assert found.keys() - wanted.keys() == {"expert_load/entropy", "rank_load/entropy"}
     assert not any("rank" in name for name in nn.scalars(stats))
+
+
+def test_replay_through_layers(implementation: Implementation, open_group: OpenGroup, rng: Rng) -> None:
+    """The ids that two layers chose on 2 ranks are replayed on 4 by routers that have changed."""
+    layers, hidden, tokens = 2, 8, SIZE * 6
+    x = rng.standard_normal((tokens, hidden))
+    shapes = ((hidden, EXPERTS), (hidden, EXPERTS), (EXPERTS, hidden, 12), (EXPERTS, 12, hidden))
+    old, new, up, down = (rng.standard_normal((layers, *shape)) / shape[-2] ** 0.5 for shape in shapes)
+    by = rng.standard_normal(x.shape)
+
+    def exact(routers: np.ndarray, ids: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        out, chosen = x, []
+        for i, router in enumerate(routers):
+            logits = out @ router
+            chosen.append(np.argsort(-logits, axis=1)[:, :K] if ids is None else ids[i])
+            inner = np.einsum("th,ehf->tef", out, up[i])
+            answers = np.einsum("tef,efh->teh", inner / (1 + np.exp(-inner)), down[i])
+            weights = weights_of(logits, chosen[-1], "softmax")
+            out = out + np.einsum("tk,tkh->th", weights, np.take_along_axis(answers, chosen[-1][:, :, None], axis=1))
+        return out, np.stack(chosen)
+
+    def program(ranks: int, ids: Any) -> Callable[..., Any]:
+        group = open_group(ranks)
+
+        def layer(x: jax.Array, of_layer: Any) -> tuple[jax.Array, jax.Array]:
+            router, up, down, ids = of_layer
+            routed = nn.softmax_top_k(x @ router, K, ids=ids)
+            experts = jax_ep.Experts(gate=None, up=up, down=down)
+            return x + jax_ep.moe_mlp(x, *routed, experts, group=group, implementation=implementation)[0], routed[0]
+
+        over, of_layers = P("ep"), P(None, "ep")
+        in_specs = over, P(), of_layers, of_layers, None if ids is None else of_layers
+        scan = partial(jax.lax.scan, layer)
+        body = helpers.sharded(group.mesh, lambda x, *layers: scan(x, layers), in_specs, (over, of_layers))
+        given = [np.float32(each) for each in (x, up, down)]
+        return lambda routers: body(given[0], jnp.float32(routers), *given[1:], ids)
+
+    captured = np.array(program(2, None)(old)[1])
+    np.testing.assert_array_equal(captured, exact(old)[1])
+    captured[1, :5, 2] = -1  # not captured
+    assert (captured != exact(new)[1]).any(axis=2).mean() > 0.5
+    out, pull, replayed = jax.vjp(program(SIZE, captured), np.float32(new), has_aux=True)
+    np.testing.assert_array_equal(replayed, captured)
+    np.testing.assert_allclose(out, exact(new, captured)[0], rtol=1e-4, atol=1e-5)
+    wanted = finite_differences(lambda routers: float(np.sum(exact(routers, captured)[0] * by)), new)
+    np.testing.assert_allclose(pull(np.float32(by))[0], wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 def draw(rng: Rng) -> tuple[np.ndarray, np.ndarray]:

@@ -55,10 +55,8 @@ void send_raw(int socket, const void* bytes, std::size_t size, const std::vector
 
 Note share_of(int rank_index, uint64_t bytes = kBytes, uint64_t owner = kOwner) {
   static uint64_t region = 0;
-  return {Note::Kind::share, rank_index, owner, ++region, bytes, /*base=*/0, /*text=*/{}};
+  return {Note::Kind::share, rank_index, owner, ++region, bytes};
 }
-
-Note note_of(Note::Kind kind, int rank_index = -1) { return {kind, rank_index, 0, 0, 0, 0, /*text=*/{}}; }
 
 // A process whose peer is this test, at the other end of a raw socket.
 class Victim {
@@ -126,13 +124,13 @@ TEST_CASE("every rule of the notes that is broken is named") {
   expect_breach("no note", [](Victim& v) { send_raw(v.socket(), "hello", 5, {}); });
   expect_breach("no note", [&](Victim& v) { send_raw(v.socket(), "hello", 5, {fd, fd}); });
   expect_breach("no note", [](Victim& v) { send_raw(v.socket(), std::vector<char>(1000).data(), 1000, {}); });
-  expect_breach_by("unknown kind 9", {{note_of(static_cast<Note::Kind>(9))}});
-  expect_breach_by("unknown kind -1", {{note_of(static_cast<Note::Kind>(-1))}});
+  expect_breach_by("unknown kind 9", {{Note{static_cast<Note::Kind>(9)}}});
+  expect_breach_by("unknown kind -1", {{Note{static_cast<Note::Kind>(-1)}}});
   expect_breach_by("with 0 descriptors, not 1", {{share_of(1)}});
   expect_breach_by("with 2 descriptors, not 1", {{share_of(1), {fd, fd}}});
   expect_breach_by("with 253 descriptors", {{share_of(1), std::vector<int>(253, fd)}});
-  expect_breach_by("with 1 descriptors, not 0", {{note_of(Note::Kind::goodbye), {fd}}});
-  Note endless = note_of(Note::Kind::refused);
+  expect_breach_by("with 1 descriptors, not 0", {{Note{Note::Kind::goodbye}, {fd}}});
+  Note endless{Note::Kind::refused};
   std::memset(endless.text, 'x', sizeof(endless.text));
   expect_breach_by("a text without an end", {{endless}});
   for (const int rank_index : {0, 2, -2, 1 << 30})
@@ -146,7 +144,7 @@ TEST_CASE("every rule of the notes that is broken is named") {
     const Descriptor wrong = make_file(kind);
     expect_breach_by("it shared memory", {{share_of(1), {wrong.get()}}});
   }
-  expect_breach_by("what it was not asked", {{note_of(Note::Kind::mapped)}});
+  expect_breach_by("what it was not asked", {{Note{Note::Kind::mapped}}});
   const auto region = allocate_region(0, kBytes, {0});
   const auto expect_answers = [&](const char* rule, const std::vector<uint64_t>& bases) {
     expect_breach(rule, [&](Victim& v) {
@@ -162,7 +160,7 @@ TEST_CASE("every rule of the notes that is broken is named") {
 void send_something(Victim& victim, std::mt19937& random, uint64_t asked) {
   const auto draw = [&](int below) { return static_cast<int>(random() % below); };
   Note note = share_of(draw(4) - 1);
-  if (draw(3)) note = note_of(static_cast<Note::Kind>(draw(5) - draw(2)), draw(3) - 1);
+  if (draw(3)) note = {static_cast<Note::Kind>(draw(5) - draw(2)), draw(3) - 1};
   note.region = draw(3) ? note.region : asked;
   note.base = draw(4) ? 4096 : 0;
   for (int flips = draw(4) ? 0 : draw(8); flips > 0; --flips)
