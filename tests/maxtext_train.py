@@ -76,7 +76,7 @@ def losses(name: str, *, by_jax_ep: bool) -> list[float]:
     """Those of MaxText's train loop; without jax_ep by `dense_matmul`, because CPUs have no ragged all-to-all."""
     options = CONFIGURATIONS[name] if by_jax_ep else DENSE.get(name, CONFIGURATIONS[name])
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
-        for owner, what in REPLACED.items():  # is put back
+        for owner, what in REPLACED.items():  # the patch puts back what MaxText finds now
             opened.enter_context(mock.patch.object(owner, what, getattr(owner, what)))
         base, metrics = importlib.resources.files("maxtext.configs") / "base.yml", Path(folder, "metrics.json")
         given = dict(word.split("=") for word in f"{TINY} {options}".split())

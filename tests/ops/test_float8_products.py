@@ -21,7 +21,7 @@ BLOCK = 128
 
 
 def assert_rounded(found: np.ndarray, weights: np.ndarray) -> None:
-    """Checks what float8 kept of matrices [..., K, N]."""
+    """Checks what float8 kept of matrices [G, K, N]."""
     np.testing.assert_array_equal(found, oracle.through_fp8(weights.astype(np.float32), BLOCK, BLOCK)[0])
 
 

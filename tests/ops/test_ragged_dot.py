@@ -221,7 +221,11 @@ def test_bad_operands_are_refused() -> None:
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"rhs": jnp.zeros((2, 16, 8), BFLOAT16)}, TypeError, "8.*16"),
         ({"group_offset": jnp.zeros(1, jnp.int32)}, NotImplementedError, "group_offset must be None"),
-        (integers | {"implementation": "pallas"}, ValueError, "'pallas' needs lhs and rhs of one dtype.*got int32"),
+        (
+            integers | {"implementation": "pallas"},
+            ValueError,
+            "implementation='pallas' needs lhs and rhs of one dtype.*got int32",
+        ),
         (floats | {"implementation": "kernels"}, not_here, "implementation='kernels' needs"),
         (
             {"implementation": "ffi"},

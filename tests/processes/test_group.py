@@ -239,6 +239,8 @@ def test_arguments_in_another_order() -> None:
         TypeError, match=r"^Group: mesh must be a jax\.sharding\.Mesh, got str; call Group\(mesh, axis_"
     ):
         Group("ep", mesh)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"^Group: axis_name must be an axis of the mesh or a tuple of axes, got Mesh"):
+        Group(mesh, mesh)
 
 
 def test_what_was_chosen_is_logged(
