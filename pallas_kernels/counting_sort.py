@@ -16,7 +16,10 @@ from jax.experimental import pallas as pl
 from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
 
-BLOCK = 64  # ids of a program, and ids with which it compares them at once
+# Few ids of a program, compared with many at once: 1,024 ids in 128 groups take 1.8 us, and in blocks of 64 and 64 ids
+# 17.7 us (one H200).
+BLOCK = 4  # ids of a program
+MOST_AT_ONCE = 1024  # ids with which it compares them at once
 MOST_IDS = 2048
 
 
@@ -50,11 +53,12 @@ def _sort(groups: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.
 def _place(ids: Any, place: Any, order: Any, sizes: Any) -> None:
     """A program places a block of ids, and counts the ids of a block of groups."""
     (count,), (groups,) = ids.shape, sizes.shape
+    at_once = min(pl.next_power_of_2(count), MOST_AT_ONCE)
     mine = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     own = _load(ids, mine, groups)[:, None]
 
     def add(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        at = i * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
+        at = i * at_once + jnp.arange(at_once, dtype=jnp.int32)
         other, exists = _load(ids, at, groups)[None, :], (at < count)[None, :]
         earlier = (other < own) | ((other == own) & (at[None, :] < mine[:, None]))
         here = other == mine[:, None]  # `mine` also numbers the program's groups
@@ -62,7 +66,7 @@ def _place(ids: Any, place: Any, order: Any, sizes: Any) -> None:
         return sums[0] + before, sums[1] + size
 
     zeros = jnp.zeros(BLOCK, jnp.int32)
-    before, size = jax.lax.fori_loop(np.int32(0), np.int32(pl.cdiv(count, BLOCK)), add, (zeros, zeros))
+    before, size = jax.lax.fori_loop(np.int32(0), np.int32(pl.cdiv(count, at_once)), add, (zeros, zeros))
     inside, belongs = mine < count, own[:, 0] < groups
     at = jnp.where(inside, mine, count)  # interpret mode writes masked elements, but not out of bounds
     triton.store(place.at[at], jnp.where(belongs, before, -1), mask=inside)

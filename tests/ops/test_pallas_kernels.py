@@ -228,7 +228,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("counting_sort", {"ids": FOUR[:, None], "groups": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
     ("counting_sort", {"ids": zeros((4,)), "groups": 3}, "ids must be of dtype int32, int64, got float32"),
     ("counting_sort", {"ids": np.zeros(2049, np.int32), "groups": 3}, "ids must have 1 to 2048 elements, got 2049"),
-    ("counting_sort", {"ids": FOUR, "groups": 0}, r"groups must be in \[1, 2\*\*31 - 64\), got 0"),
+    ("counting_sort", {"ids": FOUR, "groups": 0}, r"groups must be in \[1, 2\*\*31 - 4\), got 0"),
     ("runs_of_sorted", {"ids": FOUR[:, None], "limit": 3}, r"ids must have shape \[N\], got \(4, 1\)"),
     ("runs_of_sorted", {"ids": zeros((4,)), "limit": 3}, "ids must be of dtype signedinteger, got float32"),
     ("runs_of_sorted", {"ids": 3, "limit": 3}, "ids must be an array, got int"),
