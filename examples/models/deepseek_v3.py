@@ -112,7 +112,7 @@ class Config(Model):
         angles = self.rope.angles(layers.positions(cache, ids.shape[1]), self.qk_rope_head_dim)
 
         def route(router: Any, tokens: jax.Array) -> tuple[jax.Array, jax_ep.nn.Routed]:
-            logits = jnp.dot(tokens.astype(jnp.float32), router["weight"])
+            logits = layers.dot(tokens.astype(jnp.float32), router["weight"], run)
             return logits, jax_ep.nn.sigmoid_top_k(
                 logits,
                 self.num_experts_per_tok,
@@ -132,7 +132,8 @@ class Config(Model):
         def dense(x: jax.Array, layer: Any, cache: LayerCache | None, _: None) -> OfLayer:
             x, h, cache = attended(x, layer, cache)
             mlp = layer["mlp"]
-            return x + (jax.nn.silu(h @ mlp.gate) * (h @ mlp.up)) @ mlp.down, cache, None
+            gate, up = (layers.dot(h, weight, run) for weight in (mlp.gate, mlp.up))
+            return x + layers.dot(jax.nn.silu(gate) * up, mlp.down, run), cache, None
 
         def block(x: jax.Array, layer: Any, cache: LayerCache | None, _: None) -> OfLayer:
             x, h, cache = attended(x, layer, cache)
@@ -151,8 +152,8 @@ class Config(Model):
         """Latent attention (DeepSeek-V2, 2024): a sequence expands its latents to keys and values; a single token
         multiplies its query by the matrix of the keys, and attends to the latents of the cache."""
         nope, rank, heads = self.qk_nope_head_dim, self.kv_lora_rank, (*h.shape[:2], self.num_attention_heads, -1)
-        q_latent, kv_latent = (layers.whole_sequences(h @ layer[name], run) for name in ("q_a", "kv_a"))
-        q = (layers.rms_norm(q_latent, layer["q_norm"], LATENT_EPSILON) @ layer["q_b"]).reshape(heads)
+        q_latent, kv_latent = (layers.whole_sequences(layers.dot(h, layer[name], run), run) for name in ("q_a", "kv_a"))
+        q = layers.dot(layers.rms_norm(q_latent, layer["q_norm"], LATENT_EPSILON), layer["q_b"], run).reshape(heads)
         rotated = layers.rotate(q[..., nope:], angles, interleaved=self.rope_interleave)
         latent, k_rope = jnp.split(kv_latent, [rank], axis=-1)
         latent = layers.rms_norm(latent, layer["kv_norm"], LATENT_EPSILON)
@@ -171,4 +172,4 @@ class Config(Model):
             q = jnp.concatenate([jnp.einsum("bsnd,rnd->bsnr", q[..., :nope], of_k), rotated], axis=-1)
             out = layers.attention(q, kept[:, None], kept[:, None], run, cache, scale=scale)[..., :rank]
             out = jnp.einsum("bsnr,rnd->bsnd", out, of_v)
-        return out.reshape(*h.shape[:2], -1) @ layer["o"], cache
+        return layers.dot(out.reshape(*h.shape[:2], -1), layer["o"], run), cache

@@ -93,11 +93,11 @@ class Config(Model):
         angles = self.rope.angles(layers.positions(cache, ids.shape[1]), self.head_dim)
 
         def route(router: Any, tokens: jax.Array) -> tuple[jax.Array, jax_ep.nn.Routed]:
-            logits = jnp.dot(tokens, router["weight"], preferred_element_type=jnp.float32) + router["bias"]
+            logits = layers.dot(tokens, router["weight"], run, jnp.float32) + router["bias"]
             return logits, jax_ep.nn.softmax_top_k(logits, self.num_experts_per_tok)
 
         def linear(x: jax.Array, p: Any) -> jax.Array:
-            return x @ p["weight"] + p["bias"]
+            return layers.dot(x, p["weight"], run) + p["bias"]
 
         def block(x: jax.Array, layer: Any, cache: LayerCache | None, kind: str) -> OfLayer:
             h = layers.whole_sequences(layers.rms_norm(x, layer["attention_norm"], epsilon), run)

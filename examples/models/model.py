@@ -22,8 +22,9 @@ import jax_ep
 
 from . import checkpoint
 from .checkpoint import Parameter
-from .layers import Aux, Cache, Hidden, Run
+from .layers import Aux, Cache, Hidden, Run, dot
 
+PAGE = 128  # tokens
 AHEAD = 16  # XLA's own collectives on CPUs may hang with more than 31 programs in flight
 
 
@@ -105,20 +106,21 @@ def logits(params: Any, ids: jax.Array, config: Model, run: Run) -> tuple[jax.Ar
     """Tokens [B, S] -> float32 logits [B, S, V] of the next token, and what the routers did."""
     params = cast(params, config, run.dtype)
     hidden, _, aux = config.hidden(params, ids, run)
-    return _logits(hidden, _head(params, run)), aux
+    return _logits(params, hidden, run), aux
 
 
-def _head(params: Any, run: Run) -> jax.Array:
-    return run.constrain(params["head"], P())
-
-
-def _logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    return jnp.dot(hidden, head, preferred_element_type=jnp.float32)
+def _logits(params: Any, hidden: jax.Array, run: Run) -> jax.Array:
+    return dot(hidden, run.constrain(params["head"], P()), run, jnp.float32)
 
 
 def empty_cache(config: Model, run: Run, batch: int, length: int) -> Cache:
-    """For `batch` sequences of at most `length` tokens."""
-    shapes = [(batch, *shape[:-1], length, shape[-1]) for shape in config.cache_shapes]
+    """For `batch` sequences of at most `length` tokens.
+
+    There is room for a multiple of `PAGE` tokens, because XLA may copy another number of keys and values in each step,
+    to pad them.
+    """
+    room = -(-length // PAGE) * PAGE
+    shapes = [(batch, *shape[:-1], room, shape[-1]) for shape in config.cache_shapes]
     kept = tuple(run.constrain(jnp.zeros(shape, run.dtype), run.rows(batch, 1)) for shape in shapes)
     return Cache((kept,) * config.num_hidden_layers, jnp.int32(0))
 
@@ -145,7 +147,7 @@ def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> D
         if ids.shape[1] > length:
             raise ValueError(f"decoder: ids must have at most length = {length} tokens, got {ids.shape[1]}")
         hidden, after, _ = config.hidden(params, ids, run, cache)
-        logits = _logits(hidden[:, -1], _head(params, run))
+        logits = _logits(params, hidden[:, -1], run)
         if temperature == 0:
             token = jnp.argmax(logits, axis=-1)
         else:

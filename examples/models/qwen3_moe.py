@@ -72,18 +72,18 @@ class Config(Model):
         angles = self.rope.angles(layers.positions(cache, ids.shape[1]), self.head_dim)
 
         def route(router: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax_ep.nn.Routed]:
-            logits = jnp.dot(tokens, router, preferred_element_type=jnp.float32)
+            logits = layers.dot(tokens, router, run, jnp.float32)
             top_k, renormalize = self.num_experts_per_tok, self.norm_topk_prob
             return logits, jax_ep.nn.softmax_top_k(logits, top_k, renormalize=renormalize)
 
         def block(x: jax.Array, layer: Any, cache: LayerCache | None, _: None) -> OfLayer:
             h = layers.whole_sequences(layers.rms_norm(x, layer["attention_norm"], epsilon), run)
-            q = layers.rms_norm((h @ layer["q"]).reshape(heads), layer["q_norm"], epsilon)
-            k = layers.rms_norm((h @ layer["k"]).reshape(heads), layer["k_norm"], epsilon)
-            v = (h @ layer["v"]).reshape(heads)
+            q = layers.rms_norm(layers.dot(h, layer["q"], run).reshape(heads), layer["q_norm"], epsilon)
+            k = layers.rms_norm(layers.dot(h, layer["k"], run).reshape(heads), layer["k_norm"], epsilon)
+            v = layers.dot(h, layer["v"], run).reshape(heads)
             (k, v), cache = layers.remember(cache, layers.rotate(k, angles), v)
             out = layers.attention(layers.rotate(q, angles), k, v, run, cache, scale=self.head_dim**-0.5)
-            x += out.reshape(*ids.shape, -1) @ layer["o"]
+            x += layers.dot(out.reshape(*ids.shape, -1), layer["o"], run)
             h = layers.rms_norm(x, layer["moe_norm"], epsilon)
             out, aux = layers.mixture(h, route, layer["router"], layer["experts"], run)
             return x + out, cache, aux
