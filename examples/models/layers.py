@@ -187,8 +187,8 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
 def dot(x: jax.Array, weight: jax.Array, run: Run, dtype: DTypeLike | None = None) -> jax.Array:
     """[..., M] @ [M, N], in `dtype` if it is given.
 
-    A device's only row is multiplied twice. XLA would write its products with the weight to memory, rounded to the
-    dtype of `x`, and then add them up: a step of decoding at batch 1 took 1.5 times as long (one H200, jax 0.11.2).
+    A device's only row is multiplied twice, because XLA would write its products with the weight to memory, rounded to
+    the dtype of `x`, before it adds them up. A step of decoding at batch 1 took 1.5 times as long (H200, jax 0.11.2).
     """
     if math.prod(x.shape[:-1]) > run.group.mesh.size:
         return jnp.dot(x, weight, preferred_element_type=dtype)
