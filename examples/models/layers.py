@@ -308,11 +308,15 @@ def _of_one_token(
 ) -> jax.Array:
     """[B, 1, N, D] of the token at `position`, [B, G, S, D] -> [B, 1, N, D of v]."""
     batch, groups, length, _ = k.shape
+    keys = jnp.arange(length)
+    if window is not None and window < length:  # reads no others
+        keys, k, v = (
+            jax.lax.dynamic_slice_in_dim(x, jnp.maximum(position + 1 - window, 0), window, axis)
+            for x, axis in ((keys, 0), (k, 2), (v, 2))
+        )
     q = q.reshape(batch, groups, -1, q.shape[-1])
     logits = jnp.einsum("bgmd,bgsd->bgms", q, k, preferred_element_type=jnp.float32) * scale
-    key = jnp.arange(length)
-    seen = (key <= position) & (key > position - (window or length))
-    logits = jnp.where(seen, logits, -jnp.inf)
+    logits = jnp.where(keys <= position, logits, -jnp.inf)
     top = logits.max(-1, keepdims=True)
     sink = None if sinks is None else sinks.astype(jnp.float32).reshape(groups, -1, 1)
     if sink is not None:
