@@ -58,13 +58,14 @@ def _forward(
         d_head = jnp.einsum("bsh,bsv->hv", x, slope, preferred_element_type=jnp.float32)
         return jnp.sum((log_sum - found.astype(jnp.float32)) * weight), slope @ head.T, d_head
 
-    loss, d_x, d_head = jnp.zeros(()), [], jnp.zeros(head.shape, jnp.float32)
+    loss, d_x = jnp.zeros(()), []
+    d_head: Any = None
     for start in range(0, x.shape[1], chunk):  # chunks cut each sequence, so no device needs tokens of another
         part = slice(start, start + chunk)
         # A chunk waits for the one before. Otherwise XLA may hold the logits of several.
         of_part, d_head, d_x = jax.lax.optimization_barrier((x[:, part], d_head, d_x))
         summed, d_part, d_head_part = of_chunk(of_part, targets[:, part])
-        loss, d_head = loss + summed, d_head + d_head_part
+        loss, d_head = loss + summed, d_head_part if d_head is None else d_head + d_head_part
         d_x.append(d_part)
     return loss, (jnp.concatenate(d_x, axis=1), d_head.astype(head.dtype))
 
