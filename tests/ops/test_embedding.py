@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import OpenGroup
-from embedding_oracle import KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, looked_up, stepped
+from embedding_oracle import DENSE, KINDS, OPTIMIZERS, D, DenseTraining, V, dense_gradient, looked_up, stepped
 from helpers import Rng, bits, fetch, largest_size, mesh_of, sharded, wide
 from jax.sharding import PartitionSpec as P
 
@@ -155,6 +156,36 @@ def test_updates_with_duplicates(rng: Rng) -> None:
     cotangent = rng.standard_normal((V, D)).astype(jnp.bfloat16)
     for actual, expected in zip(pull(jnp.asarray(cotangent)), (cotangent, cotangent[ids]), strict=True):
         np.testing.assert_array_equal(wide(actual), wide(expected))
+
+
+@pytest.mark.parametrize("ids", [[3, 7, 3, -1, V], [3, 7, 9, V, V]], ids=["mixed", "sorted and different"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_derivatives_of_a_clipped_step(name: str, ids: list[int], rng: Rng) -> None:
+    """In the gradient's values, the table and the state, forward, backward and of second order."""
+    table, values = rng.standard_normal((V, D), np.float32), rng.standard_normal((5, D), np.float32)
+    optimizer, dense, norm = OPTIMIZERS[name](), DENSE[name](0.1), optax.clip_by_global_norm(1.0)
+    rows, state = np.array(ids, np.int32), optimizer.init(jnp.asarray(table))
+
+    def ours(values: jax.Array, table: jax.Array, state: Any) -> jax.Array:
+        gradient = SparseRows.from_entries(jnp.asarray(rows), values, num_rows=V)
+        return jnp.sum(
+            jnp.sin(stepped(optimizer, False, table, state, embedding.clip_by_global_norm(gradient, 1.0))[0])
+        )
+
+    def theirs(values: jax.Array, table: jax.Array, state: Any) -> jax.Array:
+        gradient = jnp.zeros((V, D)).at[np.where(rows >= 0, rows, V)].add(values, mode="drop")
+        updates, _ = dense.update(norm.update(gradient, optax.EmptyState())[0], state, table)
+        return jnp.sum(jnp.sin(table + updates))
+
+    def derivatives(f: Any) -> Any:
+        gradient, operands = jax.grad(f, argnums=(0, 1, 2), allow_int=True), (jnp.asarray(values), jnp.asarray(table))
+        bent = jax.grad(lambda values: jnp.sum(gradient(values, operands[1], state)[0] ** 2))(operands[0])
+        moved = jax.jvp(lambda *x: f(*x, state), operands, operands)
+        return [x for x in jax.tree.leaves((gradient(*operands, state), bent, moved)) if x.dtype == np.float32]
+
+    found, wanted = (jax.jit(partial(derivatives, f))() for f in (ours, theirs))
+    for actual, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "adam"])

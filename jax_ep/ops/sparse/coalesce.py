@@ -1,14 +1,25 @@
 """coalesce: adds up the entries of one rank for the same row."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
 
 from jax_ep._kit import checks, vary
-from jax_ep._kit.checks import OnOverflow
+from jax_ep._kit.checks import OnOverflow, PyTree
 from jax_ep._kit.scopes import op_scope
-from jax_ep._kit.sums import Segments, places_of_sorted, runs_of_sorted, sorted_with_order, sum_segments
+from jax_ep._kit.sums import (
+    NO_PLACE,
+    Segments,
+    places_in_sorted,
+    places_of_sorted,
+    runs_of_sorted,
+    sorted_with_order,
+    sum_by_ids,
+    sum_segments,
+)
 from jax_ep.group import keep_or_raise
 from jax_ep.ops.sparse.types import SparseRows, check_sparse_rows
 from jax_ep.runtime.undelivered import capacity_error, undelivered_if
@@ -65,17 +76,29 @@ def added_up(op: str, rows: SparseRows, capacity: int | None, on_overflow: OnOve
 
 
 def with_different_ids(rows: SparseRows) -> SparseRows:
-    """`rows` in float32 with sorted ids that all differ, padded with `num_rows`."""
+    """`rows` in float32 with sorted ids that all differ, padded with `num_rows`. Differentiable in `values`."""
+    entries = vary.vary_alike(None, rows.masked_indices, rows.values.astype(jnp.float32))
+    ids, values = _with_different_ids(rows.num_rows, *entries)
+    return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))
 
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_different_ids(num_rows: int, ids: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
     def mixed(entries: tuple[jax.Array, jax.Array]) -> jax.Array:
         ids, _ = entries
-        return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == rows.num_rows))
+        return ~jnp.all((ids[:-1] < ids[1:]) | (ids[1:] == num_rows))
 
     def sums(entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        added = coalesce(SparseRows.from_entries(*entries, num_rows=rows.num_rows))
+        added = coalesce(SparseRows.from_entries(*entries, num_rows=num_rows))
         return added.indices, added.values
 
-    # A cond would copy the rows. A while_loop of at most one iteration does not.
-    entries = rows.masked_indices, rows.values.astype(jnp.float32)
-    ids, values = jax.lax.while_loop(mixed, sums, vary.vary_alike(None, *entries))
-    return replace(rows, indices=ids, values=values, count=jnp.sum(ids < rows.num_rows, dtype=jnp.int32))
+    # A cond would copy the rows. A while_loop of at most one iteration does not, but has no reverse mode.
+    return jax.lax.while_loop(mixed, sums, (ids, values))
+
+
+@_with_different_ids.defjvp
+def _with_different_ids_jvp(num_rows: int, primals: PyTree, tangents: PyTree) -> PyTree:
+    ids, different = primals[0].astype(jnp.int32), _with_different_ids(num_rows, *primals)
+    places = jnp.where(ids < num_rows, places_in_sorted(different[0].astype(jnp.int32), ids), NO_PLACE)
+    tangent = sum_by_ids(tangents[1], places, ids.shape[0], jnp.float32)
+    return different, (zero_from_primal(different[0]), tangent)
