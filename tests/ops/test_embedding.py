@@ -158,6 +158,22 @@ def test_updates_with_duplicates(rng: Rng) -> None:
         np.testing.assert_array_equal(wide(actual), wide(expected))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_tables_and_states_of_numpy(name: str, rng: Rng) -> None:
+    """As `shard_table` and checkpoints give them: lookups and steps outside of `jax.jit` take them, too."""
+    optimizer, (table, ids, weights) = OPTIMIZERS[name](), draw(rng, 20)
+    found = wanted = (table, optimizer.init(table))
+    for _ in range(2):
+        table, state = jax.tree.map(np.asarray, found)
+        value, gradient = sparse_value_and_grad(loss)(table, np.asarray(ids), weights)
+        np.testing.assert_array_equal(value, loss(wrongly.lookup(table, ids), weights))
+        dense = sparse_value_and_grad(loss)(wanted[0], ids, weights)[1]
+        found = stepped(optimizer, True, table, state, gradient)
+        wanted = stepped(optimizer, True, wanted[0], wanted[1], dense)
+        assert bits(stepped(optimizer, False, table, state, gradient)) == bits(found)
+    assert bits(found) == bits(wanted)
+
+
 @pytest.mark.parametrize("ids", [[3, 7, 3, -1, V], [3, 7, 9, V, V]], ids=["mixed", "sorted and different"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
 def test_derivatives_of_a_clipped_step(name: str, ids: list[int], rng: Rng) -> None:

@@ -61,7 +61,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return jnp.asarray(table).at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @op_scope("sharded_lookup")

@@ -123,6 +123,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
 
     def update_one(rows: SparseRows, state: Tree, table: jax.Array | None = None) -> tuple[SparseRows, Tree]:
         layout = checked("update", rows, state, table)
+        state, table = jax.tree.map(jnp.asarray, (state, table))  # of a checkpoint they may be numpy's
         rows = with_different_ids(rows)
         places = rows.places
 
@@ -157,7 +158,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
             named, counted = layout.split(new)
             return [table + updates.astype(jnp.float32).astype(table.dtype), *named], [*map(_as_type, counted, scalars)]
 
-        operands = table, state, rows.values, rows._shared
+        operands = jax.tree.map(jnp.asarray, (table, state, rows.values, rows._shared))
         table, state, values, shared = without_gradient(_NO_DERIVATIVE, operands)
         if not gemm.pallas_platforms():
             return by_xla(table, state, rows.places, values)
