@@ -158,6 +158,13 @@ def test_updates_with_duplicates(rng: Rng) -> None:
         np.testing.assert_array_equal(wide(actual), wide(expected))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_value(shape: tuple[int, ...]) -> None:
+    """Its gradient is a reshaped constant."""
+    gradient = jax.jit(sparse_value_and_grad(lambda rows: rows.reshape(())))(TABLE[:, :1], jnp.full(shape, 3))[1]
+    np.testing.assert_array_equal(gradient.values, [[1]])
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_tables_and_states_of_numpy(name: str, rng: Rng) -> None:
     """As `shard_table` and checkpoints give them: lookups and steps outside of `jax.jit` take them, too."""

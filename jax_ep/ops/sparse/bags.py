@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal as Constant, jaxpr_as_fun
 
 from jax_ep._kit import checks
 from jax_ep._kit.linear import linear
@@ -109,9 +109,13 @@ def with_shared_rows(
 
 def _cotangent_of_bag(made_by: dict[Any, Any], var: Any) -> list[Any] | None:
     """The variables of weight and cotangent, if `_to_entries` made `var`."""
-    eqn = made_by.get(var)
+
+    def maker(x: Any) -> Any:
+        return None if isinstance(x, Constant) else made_by.get(x)
+
+    eqn = maker(var)
     while eqn is not None and eqn.primitive.name == "reshape":
-        eqn = made_by.get(eqn.invars[0])
+        eqn = maker(eqn.invars[0])
     if eqn is None or getattr(eqn.params.get("forward"), "__wrapped__", None) is not _to_entries:
         return None
     weight, cotangent = (x.aval for x in eqn.invars)
