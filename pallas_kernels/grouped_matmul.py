@@ -126,9 +126,9 @@ def grouped_matmul(
         raise ValueError(f"{op}: rhs must be two matrices with a unit, otherwise one, got {len(rhs)}")
     if keep_products and unit is None:
         raise ValueError(f"{op}: keep_products must be false where unit is None, got True")
-    groups = group_sizes.shape[0]
-    rows = lhs.shape[0] if indices is None else indices.shape[0]
+    groups, rows = group_sizes.shape[0], _count_rows(op, lhs, "indices", indices)
     depth, columns = (rhs[0].shape[2], rhs[0].shape[1]) if transpose_rhs else rhs[0].shape[1:]
+    _check_not_empty(op, rows, lhs, rhs[0])
     if tiling is None:
         tiling = row_tiling(rows, columns, depth, groups, len(rhs), lhs.dtype)
         tiling = tiling if shared_bytes is None else within(op, shared_bytes, tiling, len(rhs), lhs.dtype)
@@ -174,9 +174,12 @@ def grouped_outer(
         ("group_sizes", group_sizes, "[G]", (np.integer,)),
     ):
         check_array(op, name, x, layout, kinds)
-    groups, (total, rows), columns = group_sizes.shape[0], lhs.shape, rhs.shape[1]
+    groups, rows, columns = group_sizes.shape[0], lhs.shape[1], rhs.shape[1]
     lists = [x for x in (lhs_indices, rhs_indices) if x is not None]
-    total = lists[0].shape[0] if lists else total
+    total = _count_rows(op, lhs, "lhs_indices", lhs_indices)
+    if (others := _count_rows(op, rhs, "rhs_indices", rhs_indices)) != total:
+        raise ValueError(f"{op}: rhs must have as many rows as lhs, or as its indices, {total}, got {others}")
+    _check_not_empty(op, total, lhs, rhs, group_sizes)
     if tiling is None:
         tiling = outer_tiling(rows, columns, total, groups, lhs.dtype)
         tiling = tiling if shared_bytes is None else within(op, shared_bytes, tiling, 1, lhs.dtype)
@@ -192,6 +195,19 @@ def grouped_outer(
     grid = (pl.cdiv(columns, tiling.columns), pl.cdiv(rows, tiling.rows), groups)
     result = jax.ShapeDtypeStruct((groups, rows, columns), dtype or lhs.dtype)
     return call_kernel(body, op, grid, (lhs, *rest), [result], interpret, tiling.warps, tiling.stages)[0]
+
+
+def _count_rows(op: str, rows: jax.Array, name: str, indices: jax.Array | None) -> int:
+    """M, of the operand or of its indices. Raises ValueError or TypeError if the indices are wrong."""
+    if indices is None:
+        return rows.shape[0]
+    check_array(op, name, indices, "[M]", (np.integer,))
+    return indices.shape[0]
+
+
+def _check_not_empty(op: str, rows: int, *operands: jax.Array) -> None:
+    if not (rows and all(x.size for x in operands)):
+        raise ValueError(f"{op}: operands must not be empty, got {rows} rows and {[x.shape for x in operands]}")
 
 
 def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from jax_ep.pallas_kernels.call import compiler_params
+from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.varying import result_type
 
 BLOCK = 128  # values that share a float32 scale
@@ -34,7 +35,14 @@ def quantize_matrices(matrices: jax.Array, *, interpret: bool = False) -> tuple[
     Returns:
       [G, N, K] uint8, the bits of float8_e4m3fn, and [G, N / 128, K / 128] float32, the scales.
     """
+    op = "quantize_matrices"
+    check_array(op, "matrices", matrices, "[G, K, N]", FLOATS)
     groups, k, n = matrices.shape
+    if not matrices.size or k % BLOCK or n % BLOCK or k > MOST_BYTES // BLOCK:
+        raise ValueError(
+            f"{op}: matrices must not be empty, with K and N multiples of {BLOCK} and K at most {MOST_BYTES // BLOCK}, "
+            f"got {matrices.shape}"
+        )
     blocks = groups * n // BLOCK  # along the result's rows, of all matrices
     step = MOST_BYTES // (k * BLOCK)
     parts = [_quantize_part(matrices, first, min(step, blocks - first), interpret) for first in range(0, blocks, step)]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep.pallas_kernels.call import triton
+from jax_ep.pallas_kernels.checks import FLOATS, check_array
 from jax_ep.pallas_kernels.row_function import RowFunction
 from jax_ep.pallas_kernels.sums import Cut, SumTiling, fold_segments, sum_tiling
 from jax_ep.pallas_kernels.tiles import power_of_two
@@ -52,15 +53,21 @@ def update_rows(
       interpret: run without a GPU; inside `jax.shard_map` only with check_vma=False.
 
     Raises:
-      ValueError: an argument has the wrong shape.
+      ValueError, TypeError: an argument has the wrong shape or dtype.
     """
+    op, integers = "update_rows", (np.integer,)
+    check_array(op, "values", values, "[N, D]", FLOATS)
+    check_array(op, "starts", starts, "[S + 1]", integers)
+    check_array(op, "ids", ids, "[S]", integers, (starts.shape[0] - 1,))
     height, width = arrays[0].shape[0], values.shape[1]
-    if ids.shape != (starts.shape[0] - 1,):
-        raise ValueError(f"update_rows: ids must have shape [S] = ({starts.shape[0] - 1},), got {ids.shape}")
     for x in arrays:
         if x.shape not in ((height, width), (height, 1), (height,)):
             raise ValueError(f"update_rows: arrays must be [V, {width}], [V, 1] or [V] alike, got {x.shape}")
+    if order is not None:
+        check_array(op, "order", order, "[M]", integers)
     entries = values.shape[0] if order is None else order.shape[0]
+    if weights is not None:
+        check_array(op, "weights", weights, "[M]", (np.floating,), (entries,))
     if not (entries and values.shape[0]):  # every sum is 0, like that of one row of zeros
         entries, values, order, weights = 1, jnp.zeros_like(values, shape=(1, width)), None, None
     given = {"values": values, "starts": starts, "ids": ids, "order": order, "weights": weights}

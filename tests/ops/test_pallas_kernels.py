@@ -206,6 +206,7 @@ def test_arrays_of_more_than_2_31_values(rng: Rng) -> None:
 
 FOUR = np.zeros(4, np.int32)
 PRODUCT: dict[str, Any] = {"lhs": zeros((4, 8)), "rhs": (zeros((2, 8, 8)),), "group_sizes": FOUR[:2]}
+OUTER: dict[str, Any] = {"lhs": zeros((4, 8)), "rhs": zeros((4, 6)), "group_sizes": FOUR[:2]}
 SEGMENTS: dict[str, Any] = {"values": zeros((4, 8)), "starts": np.array([0, 1, 4])}
 MANY = jax.ShapeDtypeStruct((2**31 - 64,), np.int32)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -215,6 +216,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grouped_matmul", PRODUCT | {"unit": jnp.multiply}, "rhs must be two matrices with a unit, otherwise one, got 1"),
     ("grouped_matmul", PRODUCT | {"keep_products": True}, "keep_products must be false where unit is None, got True"),
     ("grouped_matmul", PRODUCT | {"shared_bytes": 4095}, "shared_bytes must be at least 4096, got 4095"),
+    ("grouped_matmul", PRODUCT | {"indices": FOUR[None]}, r"indices must have shape \[M\], got \(1, 4\)"),
+    ("grouped_matmul", PRODUCT | {"lhs": zeros((0, 8))}, "operands must not be empty, got 0 rows and"),
+    ("grouped_outer", OUTER | {"rhs": zeros((5, 6))}, "rhs must have as many rows as lhs, or as its indices, 4, got 5"),
+    ("grouped_outer", OUTER | {"rhs_indices": FOUR[:3]}, "rhs must have as many rows as lhs, .*, 4, got 3"),
+    ("grouped_outer", OUTER | {"group_sizes": FOUR[:0]}, "operands must not be empty, got 4 rows and"),
+    ("quantize_matrices", {"matrices": zeros((1, 130, 128))}, "matrices must .* with K and N multiples of 128 and"),
+    ("quantize_matrices", {"matrices": zeros((0, 128, 128))}, "matrices must not be empty, .*, got"),
+    ("quantize_matrices", {"matrices": zeros((128, 128))}, r"matrices must have shape \[G, K, N\], got \(128, 128\)"),
     ("sum_segments", SEGMENTS | {"values": zeros((4,))}, r"values must have shape \[N, D\], got \(4,\)"),
     (
         *("sum_segments", SEGMENTS | {"values": FOUR[:, None]}),

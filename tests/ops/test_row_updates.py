@@ -216,6 +216,8 @@ def test_what_a_kernel_cannot_compute(what: str, width: int, function: Any) -> N
     [
         ({"ids": jnp.arange(3)}, r"ids must have shape \[S\] = \(2,\), got \(3,\)"),
         ({"arrays": [jnp.zeros((V, D + 1))]}, r"arrays must be \[V, 6\], \[V, 1\] or \[V\] alike, got \(50, 7\)"),
+        ({"weights": jnp.ones(3)}, r"weights must have shape \[M\] = \(50,\), got \(3,\)"),
+        ({"order": jnp.arange(4)[None]}, r"order must have shape \[M\], got \(1, 4\)"),
     ],
 )
 def test_wrong_updates_are_named(change: dict[str, Any], match: str) -> None:
