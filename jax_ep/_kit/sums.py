@@ -38,6 +38,8 @@ class Segments(NamedTuple):
 def sum_segments(rows: jax.Array, segments: Segments, dtype: DTypeLike) -> jax.Array:
     """[N, D] -> [S, D]: the sum of each segment's rows in float32, rounded to `dtype`. Differentiable in `rows`."""
     count, like = segments.starts.shape[0] - 1, rows.dtype
+    if not (count and rows.size):  # the type of an empty `jax.ops.segment_sum` varies over no axis
+        return jnp.zeros_like(rows, dtype, shape=(count, rows.shape[1]))
 
     def by_xla(rows: jax.Array, segments: Segments) -> jax.Array:
         taken = rows if segments.order is None else rows[segments.order]

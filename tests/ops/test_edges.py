@@ -82,6 +82,35 @@ def test_layers_without_tokens(
     assert [x.shape for x in gradients] == shapes
 
 
+@pytest.mark.matrix(1)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA:GPU ends the process while it compiles this")
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k"), [(0, 2), (4, 0)])
+@pytest.mark.parametrize("activation", ["gelu", "clamped_swiglu"])
+def test_types_without_rows(
+    activation: Any, tokens: int, top_k: int, shared: bool, implementation: Implementation, group: Group
+) -> None:
+    """JAX gives some results of empty operands a type that varies over no axis, and then rejects their cotangents."""
+    rows = jax.P() if shared else jax.P("ep")
+    ids = np.zeros((tokens * group.size, top_k), np.int32)
+
+    def sums(tokens: jax.Array, weights: jax.Array, ids: jax.Array, *experts: jax.Array) -> jax.Array:
+        by: dict[str, Any] = {"group": group, "implementation": implementation, "shared_tokens": shared}
+        unit: dict[str, Any] = {"biases": experts[3:], "activation": activation}
+        return helpers.moe_sums(tokens, ids, weights, *experts[:3], **by, **unit)
+
+    specs = (rows, rows, rows, *[jax.P("ep")] * 6)
+    mapped = jax.shard_map(sums, mesh=group.mesh, in_specs=specs, out_specs=rows)
+    shapes = [(len(ids), 16), ids.shape, *[(EXPERTS, 16, 16)] * 3, *[(EXPERTS, 16)] * 3]
+    operands: list[Any] = [np.ones(shape, np.float32) for shape in shapes]
+    operands.insert(2, ids)
+    gradient = jax.grad(lambda *x: jnp.sum(mapped(*x) ** 2), (0, 1, *range(3, 9)))
+    assert [x.shape for x in jax.eval_shape(gradient, *operands)] == shapes
+    if not shared or tokens:  # XLA does not compile a shard_map of empty operands alone
+        assert not any(map(np.any, helpers.fetch(jax.jit(gradient)(*operands))))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("count", [0, -1, -helpers.BIG, 3, 8, helpers.BIG])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.float8 import Float8Rows
 from jax_ep._kit.linear import linear
 from jax_ep._kit.sums import sum_by_ids
@@ -75,6 +75,7 @@ def _take(indices: jax.Array, matrix: jax.Array) -> jax.Array:
     inside = (indices >= 0) & (indices < matrix.shape[0])
     fill = jnp.where(indices == ZERO_ROW, 0, jnp.nan).astype(matrix.dtype)
     if matrix.shape[0] == 0:
+        fill, _ = vary.vary_alike(None, fill, matrix)
         return jnp.broadcast_to(fill[:, None], (indices.shape[0], matrix.shape[1]))
     rows = matrix.at[jnp.where(inside, indices, 0)].get(mode="fill", fill_value=0)
     return jnp.where(inside[:, None], rows, fill[:, None])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_ep._kit import checks
+from jax_ep._kit import checks, vary
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.float8 import Float8Weights
 from jax_ep._kit.linear import linear
@@ -100,7 +100,9 @@ class Unit(NamedTuple):
           parameters: as returned by `closed_over`.
         """
         parts = jnp.split(products[0], 2, axis=1) if self.splits else products
-        return self.function(*parts, *parameters).astype(products[0].dtype)
+        # Of no rows, `jnp.where` has the type of its second operand, which may vary over no axis.
+        made, _ = vary.vary_alike(None, self.function(*parts, *parameters), parts)
+        return made.astype(products[0].dtype)
 
 
 def unit_of(op: str, experts: Experts, name: str = "experts") -> Unit:
