@@ -287,6 +287,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
     ],
     "apply_updates": [
         (lambda: wrongly.apply_updates(TABLE, TABLE), TypeError, "updates must be SparseRows, got float32[50,6]"),
+        (lambda: wrongly.apply_updates(TABLE.astype(int), ROWS), TypeError, "table must be of a float dtype"),
         (lambda: wrongly.apply_updates(TABLE[1:], ROWS), ValueError, f"table {OF_GRADIENT}, got (49, 6)"),
     ],
     "stacked_ids": [
@@ -297,6 +298,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
     "bag": [
         (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS, num_bags=2.0), TypeError, "num_bags must be a Python int"),
         (lambda: wrongly.bag(TABLE[:3], IDS, bag_of=IDS * 0.5, num_bags=2), TypeError, "bag_of must be of an integer"),
+        (lambda: wrongly.bag(TABLE[0], IDS[0]), ValueError, "ids must have shape [..., L], got ()"),
         (lambda: wrongly.bag(TABLE, IDS), ValueError, "rows must have shape [..., L, D] for ids"),
         (lambda: wrongly.bag(TABLE[:3], IDS, IDS[:2]), ValueError, "weights must have shape that of ids = "),
         (lambda: wrongly.bag(TABLE[:3], IDS, num_bags=3), ValueError, "num_bags must be given with bag_of and not"),
@@ -321,6 +323,7 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], type[Exception], str]]] = {
     "step": [
         (lambda: ADAGRAD.step(TABLE, STATE, TABLE), TypeError, "gradient must be SparseRows, got float32[50,6]"),
         (lambda: ADAGRAD.step(TABLE, TABLE, ROWS), ValueError, "state must be that of init, PyTreeDef"),
+        (lambda: ADAGRAD.step(TABLE.astype(int), STATE, ROWS), TypeError, "table must be of a float dtype"),
         (lambda: ADAGRAD.step(TABLE[1:], STATE, ROWS), ValueError, f"table {OF_GRADIENT}, got"),
     ],
 }

@@ -48,6 +48,8 @@ def bag(
     """
     op = "bag"
     checks.check_array(op, "ids", ids, dtype=np.integer)
+    if not ids.ndim:
+        raise ValueError(f"{op}: ids must have shape [..., L], got ()")
     checks.check_array(op, "rows", rows, dtype=np.floating)
     layout = "[..., L, D] for ids [..., L]"
     checks.check_array(op, "rows", rows, layout, shape=(*ids.shape, *rows.shape[-1:]))

@@ -118,7 +118,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
         for x, (expected, _) in zip(leaves, types, strict=True):
             checks.check_array(op, "state", x, "that of init", shape=expected)
         if table is not None:
-            checks.check_array(op, "table", table, "[V, D] of the gradient", shape=shape)
+            checks.check_array(op, "table", table, "[V, D] of the gradient", np.floating, shape=shape)
         return _Layout(structure, [by_row for _, by_row in types])
 
     def update_one(rows: SparseRows, state: Tree, table: jax.Array | None = None) -> tuple[SparseRows, Tree]:
@@ -236,7 +236,8 @@ def apply_updates(table: T, updates: Tree) -> T:
 
     def apply(table: jax.Array, rows: SparseRows) -> jax.Array:
         check_sparse_rows(op, "updates", rows)
-        checks.check_array(op, "table", table, "[V, D] of the gradient", shape=(rows.height, rows.values.shape[1]))
+        shape = rows.height, rows.values.shape[1]
+        checks.check_array(op, "table", table, "[V, D] of the gradient", np.floating, shape=shape)
 
         def forward(ids: jax.Array, operands: tuple[jax.Array, jax.Array]) -> jax.Array:
             table, values = operands
