@@ -94,11 +94,16 @@ def check_whole_bytes(op: str, name: str, x: jax.Array) -> None:
 
 def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
     """`indices` clamped to the range of int32: what was out of bounds stays so."""
-    at = jnp if isinstance(indices, jax.Array) else np  # jnp would cut 64 bits to 32 without x64
+    return within_32_bits(indices).astype(np.int32)
+
+
+def within_32_bits(indices: jax.Array | np.ndarray) -> jax.Array:
+    """As `to_int32`, in the dtype of `indices` if jax has it: without x64 jnp would cut 64 bits to 32."""
+    at = jnp if isinstance(indices, jax.Array) else np
     held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
     if info.min < held.min or info.max > held.max:
         indices = at.clip(indices, max(info.min, held.min), held.max)
-    return jnp.asarray(indices.astype(np.int32))
+    return jnp.asarray(indices)
 
 
 def check_int(op: str, name: str, value: int, *, least: int = 1, below_32_bits: bool = False) -> None:

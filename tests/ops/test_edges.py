@@ -111,6 +111,24 @@ def test_types_without_rows(
         assert not any(map(np.any, helpers.fetch(jax.jit(gradient)(*operands))))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_constant_ids_beyond_32_bits(sharded: bool, implementation: Implementation, group: Group) -> None:
+    """They are numpy's, which jax would cut to 32 bits without a word."""
+    ids, values = np.array([2**32, 2, 2**32 + 1, -(2**32)]), np.ones((4, 3), np.float32)
+
+    def body(anything: jax.Array) -> Any:
+        rows = SparseRows(ids, values + anything, jnp.int32(4), 33)  # pyright: ignore[reportArgumentType]
+        options: dict[str, Any] = {"capacity": 8, "sharded": sharded, "implementation": implementation}
+        found = sparse_all_reduce(rows, group=group, **options)
+        return helpers.vary(found.todense()), helpers.vary(found.ignored)
+
+    dense, ignored = helpers.run(group, body, np.zeros(group.size, np.float32))
+    np.testing.assert_array_equal(
+        dense.sum(0) if sharded else dense[0], group.size * (np.arange(33) == 2)[:, None] * np.ones(3)
+    )
+    assert set(ignored) == {3 * group.size}
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("count", [0, -1, -helpers.BIG, 3, 8, helpers.BIG])
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

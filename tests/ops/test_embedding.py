@@ -158,6 +158,22 @@ def test_updates_with_duplicates(rng: Rng) -> None:
         np.testing.assert_array_equal(wide(actual), wide(expected))
 
 
+@pytest.mark.parametrize("x64", [False, True])
+def test_ids_beyond_32_bits(x64: bool) -> None:
+    """They name no row and no bag, and are not cut to 32 bits; without x64 jax has them only from numpy."""
+    table, ids = jnp.arange(1.0, V + 1)[:, None], np.array([2**32, 2**32 + 1, 5 - 2**40, -(2**32), 1])
+    with jax.enable_x64(x64):
+        given: Any = jnp.asarray(ids) if x64 else ids
+        np.testing.assert_array_equal(wrongly.lookup(table, given)[:, 0], [0, 0, 0, 0, 2])
+        value, gradient = sparse_value_and_grad(jnp.sum)(table, given)
+        assert value == 2
+        np.testing.assert_array_equal(gradient.todense()[:, 0], np.arange(V) == 1)
+        dense = jax.grad(lambda table: jnp.sum(wrongly.lookup(table, given)))(table)
+        np.testing.assert_array_equal(dense[:, 0], np.arange(V) == 1)
+        bags = wrongly.bag(jnp.ones((5, 1)), np.zeros(5, int), bag_of=given, num_bags=3)
+        np.testing.assert_array_equal(bags[:, 0], [0, 1, 0])
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_a_loss_of_one_value(shape: tuple[int, ...]) -> None:
     """Its gradient is a reshaped constant."""

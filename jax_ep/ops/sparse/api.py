@@ -78,6 +78,7 @@ def sparse_all_reduce(
     checks.check_one_of(name, "method", method, Method)
     by = _resolved(name, group, implementation)
 
+    rows = dataclasses.replace(rows, indices=checks.within_32_bits(rows.indices))
     if rows.indices.shape[0] == 0:  # one entry of padding: buffers of no size have no address
         indices = jnp.full_like(rows.indices, rows.num_rows, shape=1)
         values = jnp.zeros_like(rows.values, shape=(1, rows.values.shape[1]))

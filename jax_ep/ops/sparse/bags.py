@@ -68,8 +68,7 @@ def bag(
             if weight is None:
                 return x.sum(axis=-2)
             return linear(_sum_of_bag, _to_entries, *vary_alike(None, weight, x.astype(jnp.float32)))
-        wide = bag_of if bag_of.dtype.itemsize >= 4 else bag_of.astype(jnp.int32)  # has room for num_bags
-        return sum_by_ids(x, jnp.where(ids >= 0, wide, num_bags), num_bags, jnp.float32, weight)
+        return sum_by_ids(x, jnp.where(ids >= 0, checks.to_int32(bag_of), num_bags), num_bags, jnp.float32, weight)
 
     weight = jnp.where(ids >= 0, 1.0 if weights is None else weights, 0).astype(jnp.float32)
     summed = total(rows, weight if weights is not None or bag_of is None else None)

@@ -61,7 +61,8 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
-    return jnp.asarray(table).at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    at = checks.to_int32(ids)  # JAX would cut ids of 64 bits to 32
+    return jnp.asarray(table).at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
 @op_scope("sharded_lookup")
@@ -144,7 +145,7 @@ def _flat(op: str, ids: Tree) -> jax.Array:
         raise ValueError(f"{op}: ids must hold an array at least for every table, got {ids!r}")
     for x in leaves:
         checks.check_array(op, "ids", x, dtype=INDEX_DTYPES)
-    return jnp.concatenate([x.ravel() for x in leaves])
+    return jnp.concatenate([checks.within_32_bits(x).ravel() for x in leaves])
 
 
 def _shards(op: str, group: Group, height: int, placement: Placement) -> Shards:
