@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace jax_ep {
@@ -27,10 +28,16 @@ Registry& registry() {
   return *registry;
 }
 
+bool is_forked() { return getpid() != registry().process; }
+
 }  // namespace
 
 void Registration::end() {
-  const std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});  // is destroyed after the lock
+  std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});  // is destroyed after the lock
+  if (is_forked()) {  // another thread may have held the lock, and a group is destroyed by joining its threads
+    new std::shared_ptr<Group>(std::move(ended));
+    return;
+  }
   std::lock_guard lock(registry().mutex);
   if (!ended_) registry().open.erase(id);
   ended_ = true;
@@ -60,10 +67,10 @@ std::shared_ptr<Group> find_group(int64_t id) {
 }
 
 void close_all() {
+  if (is_forked()) return;
   std::vector<std::shared_ptr<Registration>> open;
   {
     std::lock_guard lock(registry().mutex);
-    if (getpid() != registry().process) return;
     for (const auto& [id, registration] : registry().open)
       if (std::shared_ptr<Registration> each = registration.lock()) open.push_back(std::move(each));
   }

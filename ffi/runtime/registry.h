@@ -27,7 +27,8 @@ class Registration {
 
   void open(std::shared_ptr<Group> group) { std::atomic_store(&group_, std::move(group)); }
 
-  // Frees the id and the memory of a closed group, even if programs still hold the registration.
+  // Frees the id and the memory of a closed group, even if programs still hold the registration. In a forked child it
+  // leaves everything as it is.
   void end();
 
  private:

@@ -68,6 +68,21 @@ program = helpers.dispatch_combine(group, **here.OPTIONS)
 here.assert_right(program, here.case_of(2))
 print('right')
 """
+FORKED = """
+import gc, os, signal
+case = here.case_of(2)
+program = here.compiled(open_group(2), case)
+jax.clear_caches()
+gc.collect()
+if (child := os.fork()) == 0:
+    signal.alarm(20)
+    del program
+    gc.collect()
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+here.assert_right(program, case)
+print('right')
+"""
 
 
 def test_a_saved_program_says_which_group_to_open_and_finds_it(open_group: OpenGroup, tmp_path: Path) -> None:
@@ -149,3 +164,9 @@ def test_a_program_compiled_ahead_keeps_its_group() -> None:
             return helpers.native(another).id == native_id
 
     helpers.wait_until(is_in_its_place, 10)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="XLA aborts a child that drops a GPU's program")
+def test_a_forked_child_drops_the_program_that_keeps_a_group() -> None:
+    """Where the group was destroyed with it, the child joined threads that it does not have."""
+    assert "right" in in_new_process(FORKED)
