@@ -39,8 +39,9 @@ def profile(path: str | Path) -> Iterator[None]:
     and Pallas have no slices, so the CPU has none.
 
     Covers all groups that are open or are opened inside, also under `jax.jit` and in replayed CUDA graphs, but no ops
-    with implementation="xla". A rank keeps its last 4096 to 32768 phases a CTA; the rank's label in the trace says if
-    earlier ones were lost. Costs nothing when off.
+    with implementation="xla", and no group that only a compiled program held when the profile began. A rank keeps its
+    last 4096 to 32768 phases a CTA; the rank's label in the trace says if earlier ones were lost. Costs nothing when
+    off.
 
     Await results inside the block (`jax.block_until_ready`): profile awaits nothing, and ops that still run when it
     ends are cut off, as the label says. Where JAX runs in several processes, each writes its own ranks: process 1

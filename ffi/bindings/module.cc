@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -154,14 +155,19 @@ class Handle {
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group || is_forked()) return;
     group->close();
-    profiler_ = nullptr;
+    {
+      const std::lock_guard lock(profiler_mutex_);
+      profiler_ = nullptr;
+    }
     std::atomic_load(&registration_)->end();
   }
-  // Called when nobody in Python holds the group any more. It is closed with the last program that was compiled for it.
+  // Called when nobody in Python holds the group any more. It is closed with the last program that was compiled for it,
+  // and not before the profile under way ends.
   void release() {
     if (is_forked()) return;
-    profiler_ = nullptr;
+    const std::lock_guard lock(profiler_mutex_);
     std::atomic_store(&registration_, {});
+    if (!profiles_) profiler_ = nullptr;
   }
   // Waits in short steps. Between them the caller, the watchdog, does not keep a released group alive.
   PyError await_failure(double seconds) {
@@ -191,15 +197,20 @@ class Handle {
     return group ? to_python(group->take_error()) : std::nullopt;
   }
   void start_profile() {
+    const std::lock_guard lock(profiler_mutex_);
     const std::shared_ptr<PlatformGroup> group = open_group();
     if (!group) return;
     if (!profiler_) profiler_ = std::make_unique<Profiler>(group, group->max_ctas(), group->products());
     profiler_->start();
+    profiles_ = true;
   }
   std::vector<PyRankProfile> stop_profile() {
+    const std::lock_guard lock(profiler_mutex_);
     std::vector<PyRankProfile> all;
     if (!profiler_) return all;
+    profiles_ = false;
     for (const RankProfile& profile : profiler_->stop()) all.push_back(to_python(profile));
+    if (!std::atomic_load(&registration_)) profiler_ = nullptr;
     return all;
   }
 
@@ -214,7 +225,9 @@ class Handle {
   const pid_t process_ = getpid();
   std::shared_ptr<Registration> registration_;
   const int64_t id_;
+  std::mutex profiler_mutex_;  // the garbage collector may release the group while a thread profiles it
   std::unique_ptr<Profiler> profiler_;
+  bool profiles_ = false;
 };
 
 // What tests alone ask of a group.

@@ -1,9 +1,11 @@
 """jax_ep.profile: what every rank did in each op, in a trace that can be read, and what every trace must show."""
 
+import gc
 import itertools
 import json
 import re
 import time
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,6 +263,21 @@ def test_groups_that_open_and_close_inside(rng: Rng, tmp_path: Path) -> None:
     assert {s.rank for s in slices(path)} == {0, 1, 2, 3}
     epochs = {rank: {s.epoch for s in slices(path) if s.rank == rank} for rank in range(4)}
     assert epochs == {0: {1, 2}, 1: {1, 2}, 2: {1, 2, 3, 4}, 3: {1, 2, 3, 4}}
+
+
+def test_a_group_that_python_drops_inside(rng: Rng, tmp_path: Path) -> None:
+    """It lives on with its program, and in the trace."""
+    path, case = tmp_path / "trace.json", draw(rng, size=2)
+    group = Group(helpers.mesh_of(ep=2), "ep")
+    program, dropped = jax.jit(round_trip(group)).lower(*case).compile(), weakref.ref(group)
+    with jax_ep.profile(path):
+        helpers.fetch(program(*case))
+        del group
+        jax.clear_caches()
+        gc.collect()
+        assert dropped() is None
+        helpers.fetch(program(*case))
+    assert_complete(path, 2, ["dispatch", "combine"] * 2)
 
 
 def test_lines_of_a_mesh(open_group: OpenGroup, rng: Rng, tmp_path: Path) -> None:
