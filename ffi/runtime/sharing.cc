@@ -10,6 +10,8 @@
 #include <random>
 #include <stdexcept>
 
+#include "comm/signal_pad.h"
+
 namespace jax_ep {
 namespace {
 
@@ -342,6 +344,8 @@ std::string Sharing::breach_of_share(int process, const Note& note) const {
   if (mapped_.count({note.owner, note.region})) return "it shared memory twice";
   if (note.rank_index == kNoRankIndex) return "";
   if (!lives_at(note.rank_index, process)) return "it shared the signal pad of a rank that it does not have";
+  if (note.bytes < sizeof(SignalPad))  // a platform may have rounded the size up
+    return concat("it shared a signal pad of ", note.bytes, " bytes, not ", sizeof(SignalPad));
   return signal_pads_.count(note.rank_index) ? "it shared the signal pad of a rank twice" : "";
 }
 

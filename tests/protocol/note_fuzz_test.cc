@@ -12,7 +12,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr std::size_t kBytes = 4096;
+constexpr std::size_t kBytes = sizeof(SignalPad);  // of all regions
 constexpr uint64_t kOwner = 77;
 constexpr double kPatience = 0.02;  // seconds
 const std::vector<std::vector<int>> kLine{{0, 1}};
@@ -140,6 +140,8 @@ TEST_CASE("every rule of the notes that is broken is named") {
   expect_breach_by("memory twice", {{once, {fd}}, {once, {fd}}});
   expect_breach_by("not its own", {{share_of(-1), {fd}}, {share_of(-1, kBytes, kOwner + 1), {fd}}});
   expect_breach_by("no memory", {{share_of(1, /*bytes=*/0), {fd}}});
+  const Descriptor small = make_file(File::short_one);
+  expect_breach_by("a signal pad of 16 bytes", {{share_of(1, /*bytes=*/16), {small.get()}}});
   for (const File kind : {File::short_one, File::pipe, File::growing}) {
     const Descriptor wrong = make_file(kind);
     expect_breach_by("it shared memory", {{share_of(1), {wrong.get()}}});
