@@ -65,8 +65,8 @@ class KernelBackend(Backend):
             on_failure.callback(free_number)
             on_failure.callback(opened.close)
             profiling.group_opened(ranks, opened)
+            self._watchdog = Watchdog(opened, name, exits=exits)
             self._end = on_failure.pop_all().close
-        self._watchdog = Watchdog(opened, name, exits=exits)
 
     def resolve(self, op: str, implementation: Implementation, *, serves_nodes: bool) -> Resolved:
         return logged(op, "kernels", f"there are kernels for {self.ranks.platform}")

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from jax_ep import Experts, Group, GroupClosedError, Implementation, PlatformError, dispatch, profiling
 from jax_ep._kit import meshes
 from jax_ep.group import find_group
-from jax_ep.runtime import native as native_module
+from jax_ep.runtime import native as native_module, watchdog
 
 SIZE, EXPERTS = 2, 8
 POSITIVE = "timeout must be a positive number of seconds"
@@ -76,13 +76,16 @@ def files_without_threads() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
-def test_a_group_that_fails_at_last_leaves_nothing(native: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(group: Group, native: native_module.NativeGroup) -> None:
+@pytest.mark.parametrize("step", [(profiling, "group_opened"), (watchdog.Watchdog, "start")], ids=lambda step: step[1])
+def test_a_group_that_fails_at_last_leaves_nothing(
+    step: tuple[Any, str], native: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("at last")
 
     with Group(helpers.mesh_of(ep=SIZE), "ep"):
         pass  # starts whatever XLA starts once
-    monkeypatch.setattr(profiling, "group_opened", fail)
+    monkeypatch.setattr(*step, fail)
     gc.collect()
     before = files_without_threads()
     kept = []  # the traceback keeps the group: nothing is left to the garbage collector
