@@ -72,8 +72,8 @@ class Heartbeat(NamedTuple):
         """
         try:
             incarnation, beat, parts, *_ = json.loads(text)
-            return cls(incarnation, beat, {key: GroupPart.parse(part) for key, part in parts.items()})
-        except (TypeError, AttributeError, LookupError, RecursionError) as error:
+            return cls(str(incarnation), int(beat), {key: GroupPart.parse(part) for key, part in parts.items()})
+        except (TypeError, AttributeError, LookupError, OverflowError, RecursionError) as error:
             raise ValueError(f"no heartbeat: {text!r}") from error
 
     def __str__(self) -> str:

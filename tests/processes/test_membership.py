@@ -384,7 +384,7 @@ def newer(written: Heartbeat) -> str:
 
 
 ODD = ["", "[]", "{", "1", "null", '"abc"', '["a", 1, {"b": 2}]', '["a", 1, {"b": []}]', "\udcff"]
-ODD += ["[" * 100_000, "9" * 5000]
+ODD += ["[" * 100_000, "9" * 5000, '["a", Infinity, {}]', '["a", 1, {"b": ["", "", "", "", [], Infinity, 0, ""]}]']
 
 
 def test_what_others_wrote_into_the_store_is_ignored(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
