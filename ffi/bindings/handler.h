@@ -24,8 +24,11 @@ struct Caller {
 
 inline Caller find_caller(const Call& call, const char* op, std::optional<int64_t> id) {
   Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
+  const bool alike = call.meets(caller.group);
   if (!caller.group) {
     caller.error = to_ffi(group_not_open());
+  } else if (!alike) {
+    caller.error = to_ffi(closed_too_early());
   } else if (const std::optional<RankId> rank_id = caller.group->find_rank_id(call.device)) {
     caller.rank_id = *rank_id;
   } else {

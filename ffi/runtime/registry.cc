@@ -106,10 +106,9 @@ ffi::ErrorOr<std::unique_ptr<CallState>> make_call_state(ffi::Dictionary attribu
         "this program was made with jax_ep " + maker +
             ", but jax_ep " JAX_EP_VERSION
             " is installed, whose calls differ: make the program again, or install the jax_ep that made it"));
-  auto made = std::make_unique<CallState>();
-  if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
   if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);
-  return made;
+  const auto id = attributes.get<int64_t>("group");
+  return std::make_unique<CallState>(id.has_value() ? find_registration(*id) : nullptr);
 }
 
 ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
@@ -126,6 +125,16 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
 }  // namespace
 
 ffi::TypeId CallState::id = {};
+
+bool CallState::meets(int64_t run, const std::shared_ptr<Group>& group) const {
+  constexpr std::size_t kLatest = 64;  // more than XLA has under way
+  const std::lock_guard lock(mutex_);
+  const auto known = std::find_if(met_.rbegin(), met_.rend(), [&](const auto& each) { return each.first == run; });
+  if (known != met_.rend()) return !known->second.owner_before(group) && !group.owner_before(known->second);
+  met_.emplace_back(run, group);
+  if (met_.size() > kLatest) met_.pop_front();
+  return true;
+}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_state_handler, make_call_state, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group,

@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <mutex>
+#include <utility>
 
 #include "runtime/group.h"
 #include "xla/ffi/api/ffi.h"
@@ -50,10 +53,20 @@ void close_all();
 xla::ffi::Error to_ffi(const GroupError& error);
 
 // The state that XLA keeps for each custom call of a program, made when the program is compiled or loaded.
-struct CallState {
-  std::shared_ptr<Registration> group;  // keeps the group open; may be null
+class CallState {
+ public:
+  explicit CallState(std::shared_ptr<Registration> group) : group_(std::move(group)) {}
+
+  // Whether all ranks of a run of the program have met this group so far; null if they met none. If a group is closed
+  // while a run is under way, the run's late ranks may find a new group with its id, where nobody joins them.
+  bool meets(int64_t run, const std::shared_ptr<Group>& group) const;
 
   static xla::ffi::TypeId id;
+
+ private:
+  const std::shared_ptr<Registration> group_;  // keeps the group open; may be null
+  mutable std::mutex mutex_;
+  mutable std::deque<std::pair<int64_t, std::weak_ptr<Group>>> met_;  // by the latest runs
 };
 
 // The handler stage that makes CallStates.

@@ -1,7 +1,10 @@
 """Programs that were compiled before: kept in a file, exported, cached, or older than the group that serves them."""
 
+import contextlib
 import gc
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +145,40 @@ def test_a_new_group_serves_programs_of_a_closed_one(another_is_open: bool, open
     open_group(SIZE)
     for each in programs + others:
         assert_right(each, case)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a captured graph of a GPU calls no handler")
+def test_a_run_of_a_closed_group_leaves_the_next_one_alone(open_group: OpenGroup) -> None:
+    """Rank 0 came to its op before the close, and rank 1 comes after the next group has opened: nobody joins it there.
+    So an exception that leaves `with Group(...)` may be followed by another attempt."""
+    case, began, goes_on = case_of(2), threading.Event(), threading.Event()
+    running: list[Any] = []
+    group = Group(helpers.mesh_of(ep=2), "ep")
+    both = helpers.round_trip(group, **OPTIONS)
+
+    def hold(rank: np.ndarray) -> np.ndarray:
+        if rank == 0:
+            began.set()
+        else:
+            goes_on.wait(30)
+        return np.ones((), np.float32)
+
+    def body(tokens: jax.Array, *routing: jax.Array) -> jax.Array:
+        one = jax.pure_callback(hold, jax.ShapeDtypeStruct((), np.float32), jax.lax.axis_index("ep"))
+        return both(tokens * one, *routing)[1]
+
+    program = helpers.per_rank(body, group.mesh, check_vma=False)
+    with contextlib.suppress(KeyError), group:
+        running.append(program(*case))
+        assert began.wait(30)
+        time.sleep(0.2)
+        raise KeyError
+    another = open_group(2, timeout=1.0)
+    goes_on.set()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+        helpers.fetch(running)
+    time.sleep(2.0)
+    another.check()
 
 
 def test_a_program_compiled_ahead_keeps_its_group() -> None:

@@ -27,6 +27,9 @@ struct Call {
   const CallState* state;
   int64_t run;
   int device;
+
+  // As CallState::meets.
+  bool meets(const std::shared_ptr<Group>& group) const { return state->meets(run, group); }
 };
 
 inline ffi::Future fail_call(ffi::Error error) {

@@ -59,6 +59,9 @@ class PlatformGroup final : public Group {
 struct Call {
   gpu::Stream stream;
   int device;
+
+  // As CallState::meets. Not known here: a captured graph calls no handler.
+  bool meets(const std::shared_ptr<Group>&) const { return true; }
 };
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
