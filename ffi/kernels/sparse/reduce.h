@@ -141,7 +141,8 @@ class SparseReduce {
     if (!op_.ok() || receiver.empty()) return;
     op_.enter(Phase::pad);
     const Range places = places_of(op_.comm.rank);
-    for (int row = places.end - places.begin + receiver.index; row < args_.capacity; row += receiver.count)
+    const int64_t first = int64_t{places.end} - places.begin + receiver.index;  // a stride may pass 2^31
+    for (int64_t row = first; row < args_.capacity; row += receiver.count)
       fill_row(op_.coop, args_.result + row * row_bytes_, 0, row_bytes_);
   }
 
