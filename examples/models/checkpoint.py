@@ -316,6 +316,9 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
     pairs = list(zip(jax.tree.leaves(layout), jax.tree.leaves(params), strict=True))
     numbers = sorted({one.first + layer for one, _ in pairs for layer in range(one.layers or 0)})
     weight_map: dict[str, str] = {}
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)  # it comes last, so files of two checkpoints are never read as one
     for i, number in enumerate([None, *numbers]):
         tensors: dict[str, np.ndarray] = {}
         for one, value in pairs:
@@ -327,8 +330,7 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
         file = f"model-{i + 1:05}-of-{len(numbers) + 1:05}.safetensors"
         weight_map |= dict.fromkeys(tensors, file)
         if writes:
-            folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if writes:
-        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
         (folder / "config.json").write_text(json.dumps(config, indent=1))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))

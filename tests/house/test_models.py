@@ -198,6 +198,29 @@ def test_a_checkpoint_that_was_saved(family: str, tmp_path: Path, open_group: Op
     assert described(model.init(jax.random.key(0), config, group)) == described(again) == described(params)
 
 
+def test_a_save_that_is_interrupted(tmp_path: Path, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder of another checkpoint: nothing is loaded, instead of some tensors of each."""
+    config, group = config_of("qwen3_moe"), open_group(1)
+    old, new = (model.init(jax.random.key(seed), config, group) for seed in range(2))
+    model.save(tmp_path, old, config)
+    saved: list[Path] = []
+
+    def save_one(tensors: Any, path: Path, **options: Any) -> None:
+        if saved:
+            raise KeyboardInterrupt
+        save_file(tensors, path, **options)
+        saved.append(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.numpy.save_file", save_one)
+        with pytest.raises(KeyboardInterrupt):
+            model.save(tmp_path, new, config)
+    with pytest.raises(FileNotFoundError):
+        model.load(tmp_path, config, group, jnp.float32)
+    model.save(tmp_path, new, config)
+    assert helpers.bits(model.load(tmp_path, config, group, jnp.float32)) == helpers.bits(new)
+
+
 def spoiled(folder: Path, family: str, header: Callable[[dict[str, Any]], Any]) -> Path:
     """A copy of the checkpoint in which `header` has changed the header of the file with NORM."""
     shutil.copytree(FIXTURES / family, folder / family)
