@@ -191,11 +191,16 @@ class Tensors:
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
         self.header: dict[str, tuple[Path, int, Any]] = {}
         for file in sorted(self.folder / name for name in files):
+            size = file.stat().st_size
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
-                for name, entry in json.loads(opened.read(length)).items():
-                    if name != "__metadata__":
-                        self.header[name] = file, 8 + length + entry["data_offsets"][0], entry
+                entries = json.loads(opened.read(length)) if 8 + length <= size else {}
+            entries.pop("__metadata__", None)
+            whole = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            if size < whole:
+                raise ValueError(f"{file}: must have {whole} bytes, got {size}; is it whole?")
+            for name, entry in entries.items():
+                self.header[name] = file, 8 + length + entry["data_offsets"][0], entry
 
     def stored(self, name: str) -> list[str]:
         """The names of what is stored of a tensor: itself and its scales, or its blocks and their scales."""

@@ -256,6 +256,16 @@ def test_errors_of_tensors(family: str, wrong: str, tmp_path: Path, open_group: 
         model.load(folder, config_of(family), open_group(1))
 
 
+@pytest.mark.parametrize("left", [0, 5, 1000, -1])
+def test_a_file_that_was_cut_off(left: int, tmp_path: Path, open_group: OpenGroup) -> None:
+    """In its length, its header or its last tensor."""
+    folder = spoiled(tmp_path, "qwen3_moe", lambda entries: None)
+    file = max(folder.glob("model-*.safetensors"))
+    file.write_bytes(file.read_bytes()[:left])
+    with pytest.raises(ValueError, match=rf"{file}: must have \d+ bytes, got \d+; is it whole"):
+        model.load(folder, config_of("qwen3_moe"), open_group(1))
+
+
 @of_each_family
 @pytest.mark.parametrize(
     ("change", "match"),
