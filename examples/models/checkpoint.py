@@ -313,7 +313,7 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
     """Writes a checkpoint in the dtype of the parameters: one file for each layer, and one for what is of none.
 
     All processes call it; the first one writes. Weights that were loaded from MXFP4 are written as the floats that they
-    became.
+    became. If some are in float8, config.json says which are not.
     """
     from safetensors.numpy import save_file
 
@@ -321,6 +321,7 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
     pairs = list(zip(jax.tree.leaves(layout), jax.tree.leaves(params), strict=True))
     numbers = sorted({one.first + layer for one, _ in pairs for layer in range(one.layers or 0)})
     weight_map: dict[str, str] = {}
+    in_float8: set[str] = set()
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)  # it comes last, so files of two checkpoints are never read as one
@@ -334,8 +335,14 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
                 one.write(tensors, layer, multihost_utils.process_allgather(value[layer], tiled=True))
         file = f"model-{i + 1:05}-of-{len(numbers) + 1:05}.safetensors"
         weight_map |= dict.fromkeys(tensors, file)
+        in_float8 |= {name for name, value in tensors.items() if value.dtype == ml_dtypes.float8_e4m3fn}
         if writes:
             save_file(tensors, folder / file, metadata={"format": "pt"})
+    if in_float8:
+        modules = {name.removesuffix(".weight") for name in weight_map.keys() - in_float8 if name.endswith(".weight")}
+        quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+        quantization |= {"weight_block_size": [BLOCK] * 2, "modules_to_not_convert": sorted(modules)}
+        config = {**config, "quantization_config": quantization}
     if writes:
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))

@@ -123,7 +123,8 @@ def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
 
 
 def test_experts_stay_in_float8(tmp_path: Path, open_group: OpenGroup) -> None:
-    """The bits of the checkpoint, also after they are saved; what they compute is nearly what their values do."""
+    """The bits of the checkpoint, also after they are saved; what they compute is nearly what their values do. The
+    config.json that is saved says which matrices are in float8, as transformers must know."""
     family, group = "deepseek_v3", open_group(2)
     config = config_of(family)
     exact, in_float8 = loaded(family, group), dataclasses.replace(config, float8=True)
@@ -133,7 +134,15 @@ def test_experts_stay_in_float8(tmp_path: Path, open_group: OpenGroup) -> None:
         bits = jax.tree.map(lambda x: x[0], bits)
         np.testing.assert_array_equal(jax_ep.float8.dequantize(bits, jnp.float32), values[0])
     model.save(tmp_path, params, in_float8)
+    assert families.config_of(tmp_path) == config
     assert helpers.bits(model.load(tmp_path, in_float8, group, jnp.float32)) == helpers.bits(params)
+    quantization = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
+    header = checkpoint.Tensors(tmp_path).header
+    for name, (*_, entry) in header.items():
+        if name.endswith(".weight"):
+            plain = name.removesuffix(".weight") in quantization["modules_to_not_convert"]
+            assert plain == (entry["dtype"] != "F8_E4M3") == (name + "_scale_inv" not in header), name
     wanted, run = load_file(FIXTURES / family / "expected.safetensors"), run_of(group, moe={"precision": "float8"})
     logits, _ = jax.jit(lambda params, ids: model.logits(params, ids, in_float8, run))(params, wanted["ids"])
     assert helpers.relative(logits, wanted["logits"]) < 0.05
