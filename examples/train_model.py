@@ -38,6 +38,8 @@ class Tokens:
     """Random windows of a file of tokens."""
 
     def __init__(self, path: Path, dtype: str, seed: int, vocabulary: int):
+        if not np.issubdtype(np.dtype(dtype), np.integer):
+            raise ValueError(f"--dtype must be of integers, got {dtype}")
         self.path, self.tokens = path, np.memmap(path, dtype, "r")
         self.seed, self.vocabulary = seed, vocabulary
 
@@ -50,6 +52,8 @@ class Tokens:
         found = self.tokens[starts[..., None] + np.arange(length + 1)]
         if (most := found.max()) >= self.vocabulary:
             raise ValueError(f"{self.path}: tokens must be below {self.vocabulary}, got {most}; is --dtype right?")
+        if (least := found.min()) < 0:
+            raise ValueError(f"{self.path}: tokens must not be negative, got {least}; is --dtype right?")
         return found.astype(np.int32)
 
 

@@ -500,6 +500,20 @@ def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
     at_once = trained("at once", 4)
     assert trained("in two", 2) != at_once
     assert trained("in two", 4) == at_once
-    with pytest.raises(ValueError, match=r"tokens: tokens must be below 128, got \d+; is --dtype right"):
-        train_model.Tokens(tmp_path / "tokens", "uint32", 0, 128).batch(0, 1, 1, 16)
     assert (tmp_path / "at once" / "training.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "match"),
+    [
+        ("uint16", "uint32", r"tokens: tokens must be below 128, got \d+; is --dtype right"),
+        ("int16", "int16", r"tokens: tokens must not be negative, got -\d+; is --dtype right"),
+        ("uint32", "float32", "--dtype must be of integers, got float32"),
+    ],
+)
+def test_tokens_that_are_of_no_vocabulary(stored: str, dtype: str, match: str, rng: Rng, tmp_path: Path) -> None:
+    """Floats of small integers would all become token 0."""
+    tokens = rng.integers(128, size=4000) - (200 * (np.arange(4000) % 3 == 0) if stored == "int16" else 0)
+    tokens.astype(stored).tofile(tmp_path / "tokens")
+    with pytest.raises(ValueError, match=match):
+        train_model.Tokens(tmp_path / "tokens", dtype, 0, 128).batch(0, 1, 1, 16)
