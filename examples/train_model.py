@@ -156,7 +156,11 @@ def report(rate: float, config: Any, options: argparse.Namespace, device: Any) -
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    of = parser()
+    options = of.parse_args(arguments)
+    for name in ("sequences", "length", "micro_batches", "keep_every"):
+        if getattr(options, name) < 1:
+            of.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     config = config_of(options.model)
     tokens = Tokens(options.tokens, options.dtype, options.seed, config.vocab_size)
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:

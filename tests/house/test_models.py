@@ -517,3 +517,10 @@ def test_tokens_that_are_of_no_vocabulary(stored: str, dtype: str, match: str, r
     tokens.astype(stored).tofile(tmp_path / "tokens")
     with pytest.raises(ValueError, match=match):
         train_model.Tokens(tmp_path / "tokens", dtype, 0, 128).batch(0, 1, 1, 16)
+
+
+@pytest.mark.parametrize("option", ["--sequences", "--length", "--micro-batches", "--keep-every"])
+def test_options_of_training_that_are_zero(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_model.main([str(FIXTURES / "qwen3_moe"), str(tmp_path / "tokens"), option, "0"])
+    assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
