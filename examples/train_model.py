@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with jax_ep.Group(Mesh(np.array(jax.devices()), (AXIS,)), AXIS) as group:
         run = Run(group, remat=REMAT[options.remat])
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(options.learning_rate, b2=0.95))
-        if any(options.model.glob("*.safetensors")):
+        if any(options.model.glob("*.safetensors*")):  # an index without its files is an error
             params = model.load(options.model, config, group, jnp.float32)
         else:
             params = model.init(jax.random.key(options.seed), config, group)

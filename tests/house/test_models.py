@@ -524,3 +524,14 @@ def test_options_of_training_that_are_zero(option: str, tmp_path: Path, capsys: 
     with pytest.raises(SystemExit):
         train_model.main([str(FIXTURES / "qwen3_moe"), str(tmp_path / "tokens"), option, "0"])
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_training_that_misses_its_weights(rng: Rng, tmp_path: Path) -> None:
+    """An index without the files that it names is an error, not the beginning of training from random weights."""
+    rng.integers(128, size=4000, dtype=np.uint32).tofile(tmp_path / "tokens")
+    folder = tmp_path / "model"
+    shutil.copytree(FIXTURES / "qwen3_moe", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        train_model.main(
+            [*map(str, (folder, tmp_path / "tokens", "--out", tmp_path / "out", "--length", 8, "--steps", 1))]
+        )
