@@ -158,6 +158,10 @@ def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> D
         return next_token(params, ids, empty_cache(config, run, ids.shape[0], length), key)
 
     def step(params: Any, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        if tokens.shape != (batch := cache.kept[0][0].shape[:1]):
+            raise ValueError(
+                f"decoder: tokens must have the shape {batch} of the cache's sequences, got {tokens.shape}"
+            )
         return next_token(params, tokens[:, None], cache, key)
 
     return Decoder(jax.jit(prefill), jax.jit(step, donate_argnums=2))

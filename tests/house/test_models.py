@@ -122,6 +122,17 @@ def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
         prefill(params, np.ones((2, 7), np.int32), key)
 
 
+@pytest.mark.parametrize("shape", [(2,), (8,), (4, 1)])
+def test_tokens_of_other_sequences_than_the_cache(shape: tuple[int, ...], open_group: OpenGroup) -> None:
+    """Two tokens would attend to heads of the first sequences as if these were theirs."""
+    config, group, key = config_of("qwen3_moe"), open_group(1), jax.random.key(0)
+    params = loaded("qwen3_moe", group)
+    prefill, step = model.decoder(config, run_of(group), 6)
+    _, cache = prefill(params, np.ones((4, 5), np.int32), key)
+    with pytest.raises(ValueError, match=r"tokens must have the shape \(4,\) of the cache's sequences, got "):
+        step(params, np.zeros(shape, np.int32), cache, key)
+
+
 def test_experts_stay_in_float8(tmp_path: Path, open_group: OpenGroup) -> None:
     """The bits of the checkpoint, also after they are saved; what they compute is nearly what their values do. The
     config.json that is saved says which matrices are in float8, as transformers must know."""
