@@ -140,10 +140,14 @@ class Decoder(NamedTuple):
 def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> Decoder:
     """For sequences of at most `length` tokens, prompts included; the likeliest tokens at temperature 0.
 
-    If a sequence outgrows `length`, its next tokens are -1. Raises ValueError if a prompt is longer.
+    If a sequence outgrows `length`, its next tokens are -1. Raises ValueError if a prompt is longer, or empty.
     """
+    if not temperature >= 0:
+        raise ValueError(f"decoder: temperature must be at least 0, got {temperature}")
 
     def next_token(params: Any, ids: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
+        if ids.ndim != 2 or not ids.size:
+            raise ValueError(f"decoder: ids must be [B, T] with at least one token, got {ids.shape}")
         if ids.shape[1] > length:
             raise ValueError(f"decoder: ids must have at most length = {length} tokens, got {ids.shape[1]}")
         hidden, after, _ = config.hidden(params, ids, run, cache)
@@ -181,9 +185,13 @@ def generate(
 
     Each call compiles two programs. For several calls, keep a `decoder`.
     """
+    if tokens < 1:
+        raise ValueError(f"generate: tokens must be at least 1, got {tokens}")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size):
+        raise ValueError(f"generate: ids must be in [0, {config.vocab_size}), got {ids.min()} to {ids.max()}")
     key = jax.random.key(0) if key is None else key
     params = for_generation(params, config, run)
-    prefill, step = decoder(config, run, ids.shape[1] + tokens, temperature)
+    prefill, step = decoder(config, run, ids.shape[-1] + tokens, temperature)
     token, cache = prefill(params, ids, key)
     found = [token]
     for _ in range(tokens - 1):

@@ -122,6 +122,25 @@ def test_sequences_that_outgrow_their_cache(open_group: OpenGroup) -> None:
         prefill(params, np.ones((2, 7), np.int32), key)
 
 
+@pytest.mark.parametrize(
+    ("ids", "options", "match"),
+    [
+        ([[]], {}, r"decoder: ids must be \[B, T\] with at least one token, got \(1, 0\)"),
+        ([1, 2], {}, r"decoder: ids must be \[B, T\] with at least one token, got \(2,\)"),
+        ([[1, 128]], {}, r"generate: ids must be in \[0, 128\), got 1 to 128"),
+        ([[-1, 2]], {}, r"generate: ids must be in \[0, 128\), got -1 to 2"),
+        ([[1, 2]], {"tokens": 0}, "generate: tokens must be at least 1, got 0"),
+        ([[1, 2]], {"temperature": -0.5}, "decoder: temperature must be at least 0, got -0.5"),
+        ([[1, 2]], {"temperature": float("nan")}, "decoder: temperature must be at least 0, got nan"),
+    ],
+)
+def test_what_generate_refuses(ids: Any, options: dict[str, Any], match: str, open_group: OpenGroup) -> None:
+    config, run = config_of("qwen3_moe"), run_of(open_group(1))
+    params = model.init(jax.random.key(0), config, run.group)
+    with pytest.raises(ValueError, match=match):
+        model.generate(params, jnp.asarray(ids, jnp.int32), config=config, run=run, **{"tokens": 2, **options})
+
+
 @pytest.mark.parametrize("shape", [(2,), (8,), (4, 1)])
 def test_tokens_of_other_sequences_than_the_cache(shape: tuple[int, ...], open_group: OpenGroup) -> None:
     """Two tokens would attend to heads of the first sequences as if these were theirs."""
