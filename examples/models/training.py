@@ -81,14 +81,15 @@ def first_state(key: jax.Array, config: Model, optimizer: optax.GradientTransfor
 
 
 def loss_of(
-    working: Any, batch: jax.Array, config: Model, run: Run, *, balance: float, z: float
+    working: Any, batch: jax.Array, config: Model, run: Run, *, balance: float, z: float, weight: Any = 1
 ) -> tuple[jax.Array, tuple[jax.Array, Aux]]:
     """Returns the loss that is differentiated, and a pair of the cross entropy and the routers' statistics.
 
     Args:
       working: parameters in `run.dtype`.
-      batch: [B, S + 1] tokens.
+      batch: [B, S + 1] tokens; negative ones are not predicted.
       balance, z: the factors of the routers' losses.
+      weight: the factor of the cross entropy.
     """
     hidden, _, aux = config.hidden(working, batch[:, :-1], run)
     targets = batch[:, 1:]
@@ -99,7 +100,7 @@ def loss_of(
         in_specs=(spec, P(), spec),
         out_specs=P(),
     )(hidden, working["head"], targets)
-    total = loss
+    total = loss = loss * weight
     if balance:
         total += balance * aux.balance_loss.mean()
     if z:
@@ -118,12 +119,13 @@ def make_train_step(
 ) -> TrainStep:
     """A jitted step on [M, B, S + 1] tokens of M micro-batches, whose gradients are added up in float32.
 
-    Gradients of one micro-batch are in `run.dtype`. The step donates its state. `state` tells it where arrays lie.
+    The cross entropy is the mean over the predicted tokens of all micro-batches. Gradients of one micro-batch are in
+    `run.dtype`. The step donates its state. `state` tells it where arrays lie.
     """
 
-    def of_micro_batch(working: Any, batch: jax.Array) -> tuple[Any, Metrics]:
+    def of_micro_batch(working: Any, batch: jax.Array, weight: jax.Array) -> tuple[Any, Metrics]:
         def scalar(working: Any) -> Any:
-            return loss_of(working, batch, config, run, balance=balance, z=z)
+            return loss_of(working, batch, config, run, balance=balance, z=z, weight=weight)
 
         gradients, (loss, aux) = jax.grad(scalar, has_aux=True)(working)
         assignments = aux.load[0].sum()
@@ -138,18 +140,20 @@ def make_train_step(
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, Metrics]:
         with jax.named_scope("working copies"):
             working = cast(state.params, config, run.dtype)
-        gradients, metrics = of_micro_batch(working, batches[0])
+        predicted = jnp.sum(batches[..., 1:] >= 0, axis=(1, 2)).astype(jnp.float32)
+        weights = predicted / jnp.maximum(predicted.mean(), 1 / batches.shape[0])
+        gradients, metrics = of_micro_batch(working, batches[0], weights[0])
         if batches.shape[0] > 1:
 
-            def add(total: Any, batch: jax.Array) -> tuple[Any, None]:
-                more = of_micro_batch(working, batch)
+            def add(total: Any, batch: Any) -> tuple[Any, None]:
+                more = of_micro_batch(working, *batch)
                 with jax.named_scope("accumulation"):
                     return jax.tree.map(lambda all_, x: all_ + x.astype(all_.dtype), total, more), None
 
             # The last micro-batch is outside the scan, so XLA adds it in the optimizer's pass over the gradients.
             total = jax.tree.map(lambda x: x.astype(jnp.float32), (gradients, metrics))
-            total, _ = jax.lax.scan(add, total, batches[1:-1])
-            gradients, metrics = add(total, batches[-1])[0]
+            total, _ = jax.lax.scan(add, total, (batches[1:-1], weights[1:-1]))
+            gradients, metrics = add(total, (batches[-1], weights[-1]))[0]
             metrics = jax.tree.map(lambda x: x / batches.shape[0], metrics)
         return update(state, gradients, batches.shape[0]), metrics
 

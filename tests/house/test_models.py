@@ -458,9 +458,13 @@ def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: in
     assert text.count('custom_call_target="jax_ep_dispatch"') == unroll * times
 
 
-def test_micro_batches_are_one_batch(group: Group, rng: Rng) -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_micro_batches_are_one_batch(padded: bool, group: Group, rng: Rng) -> None:
+    """Also if sequences of the first one end early."""
     config, optimizer, run = config_of("qwen3_moe"), optax.sgd(1.0), run_of(group)
     tokens = rng.integers(config.vocab_size, size=(2 * group.size, 13), dtype=np.int32)
+    if padded:
+        tokens[: group.size, 4:] = -1
 
     def after_a_step(batches: np.ndarray) -> Any:
         state = training.first_state(jax.random.key(0), config, optimizer, run)
