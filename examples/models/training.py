@@ -64,13 +64,14 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]
 def state_of(params: Any, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
     """The state before the first step. The optimizer's arrays lie where their parameters are."""
     everywhere = NamedSharding(run.group.mesh, P())
-    placement = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, param: param.sharding,
-        jax.eval_shape(optimizer.init, params),
-        params,
-        transform_non_params=lambda _: everywhere,
-    )
+    known = dict(jax.tree.leaves_with_path(params))
+
+    def place(path: Any, x: Any) -> Any:
+        """Optimizers keep arrays under the paths of their parameters, but not always of their shapes (Adafactor)."""
+        param = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), None)
+        return everywhere if param is None or param.shape != x.shape else param.sharding
+
+    placement = jax.tree.map_with_path(place, jax.eval_shape(optimizer.init, params))
     optimizer_state = jax.jit(optimizer.init, out_shardings=placement)(params)
     return TrainState(jax.device_put(jnp.int32(0), everywhere), params, optimizer_state)
 

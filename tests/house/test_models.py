@@ -458,6 +458,31 @@ def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: in
     assert text.count('custom_call_target="jax_ep_dispatch"') == unroll * times
 
 
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "two": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)},
+        lambda params: jax.tree.map(lambda x: "adam" if x.ndim > 3 else "sgd", params),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_where_the_arrays_of_an_optimizer_lie(name: str, open_group: OpenGroup, rng: Rng) -> None:
+    """Those with a parameter's shape lie where it does, also after a step."""
+    config, optimizer, run = config_of("qwen3_moe"), OPTIMIZERS[name], run_of(open_group(2))
+    tokens = rng.integers(config.vocab_size, size=(1, 2, 9), dtype=np.int32)
+    state = training.first_state(jax.random.key(0), config, optimizer, run)
+    step = training.make_train_step(config, optimizer, run, state)
+    for after in (state, step(jax.tree.map(jnp.copy, state), tokens)[0]):
+        matrices = [
+            x for x in jax.tree.leaves(after.optimizer) if x.shape == state.params["layers"]["experts"].gate.shape
+        ]
+        assert matrices or name == "adafactor"
+        assert {x.sharding for x in matrices} <= {state.params["layers"]["experts"].gate.sharding}
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_micro_batches_are_one_batch(padded: bool, group: Group, rng: Rng) -> None:
     """Also if sequences of the first one end early."""
