@@ -62,9 +62,16 @@ TrainStep = Callable[[TrainState, jax.Array], tuple[TrainState, Metrics]]
 
 
 def state_of(params: Any, optimizer: optax.GradientTransformation, run: Run) -> TrainState:
-    """The state before the first step. The optimizer's arrays lie where their parameters are."""
+    """The state before the first step. The optimizer's arrays lie where their parameters are.
+
+    Raises:
+      TypeError: a parameter is not in float32. In 16 bits small updates are lost.
+    """
     everywhere = NamedSharding(run.group.mesh, P())
     known = dict(jax.tree.leaves_with_path(params))
+    for path, param in known.items():
+        if param.dtype != jnp.float32:
+            raise TypeError(f"state_of: params{jax.tree_util.keystr(path)} must be float32, got {param.dtype}")
 
     def place(path: Any, x: Any) -> Any:
         """Optimizers keep arrays under the paths of their parameters, but not always of their shapes (Adafactor)."""

@@ -468,6 +468,13 @@ OPTIMIZERS = {
 }
 
 
+def test_16_bits_are_not_trained(open_group: OpenGroup) -> None:
+    """Three steps of AdamW by 1e-5 would leave norms as they are."""
+    params = model.load(FIXTURES / "qwen3_moe", config_of("qwen3_moe"), group := open_group(1))
+    with pytest.raises(TypeError, match=r"state_of: params\['embedding'\] must be float32, got bfloat16"):
+        training.state_of(params, optax.adamw(1e-5), run_of(group))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_where_the_arrays_of_an_optimizer_lie(name: str, open_group: OpenGroup, rng: Rng) -> None:
     """Those with a parameter's shape lie where it does, also after a step."""
