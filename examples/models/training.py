@@ -146,6 +146,10 @@ def make_train_step(
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimizer_state)
 
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, Metrics]:
+        if batches.ndim != 3 or 0 in batches.shape or batches.shape[2] == 1:
+            raise ValueError(
+                f"train_step: batches must be [M, B, S + 1] tokens with S of 1 or more, got {batches.shape}"
+            )
         with jax.named_scope("working copies"):
             working = cast(state.params, config, run.dtype)
         predicted = jnp.sum(batches[..., 1:] >= 0, axis=(1, 2)).astype(jnp.float32)

@@ -475,6 +475,15 @@ def test_16_bits_are_not_trained(open_group: OpenGroup) -> None:
         training.state_of(params, optax.adamw(1e-5), run_of(group))
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 9), (1, 2, 1), (2, 9)])
+def test_batches_of_no_tokens(shape: tuple[int, ...], open_group: OpenGroup) -> None:
+    config, optimizer, run = config_of("qwen3_moe"), optax.sgd(1.0), run_of(open_group(1))
+    state = training.first_state(jax.random.key(0), config, optimizer, run)
+    step = training.make_train_step(config, optimizer, run, state)
+    with pytest.raises(ValueError, match=r"train_step: batches must be \[M, B, S \+ 1\] tokens .*, got "):
+        step(state, np.zeros(shape, np.int32))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_where_the_arrays_of_an_optimizer_lie(name: str, open_group: OpenGroup, rng: Rng) -> None:
     """Those with a parameter's shape lie where it does, also after a step."""
