@@ -72,6 +72,10 @@ class JsonConfig:
             raise ValueError(f"{path}: rope_scaling may have the fields of models.layers.Rope, got {sorted(unknown)}")
         if rope["rope_theta"] is None:
             raise ValueError(f"{path}: rope_theta is missing")
+        if rope["rope_type"] == "yarn":
+            for name in ("factor", "original_max_position_embeddings"):
+                if rope.get(name) is None:
+                    raise ValueError(f"{path}: rope_scaling.{name} is missing, which rope_type 'yarn' needs")
         fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in OURS}
         if unknown := given.keys() - fields - fixed.keys() - HARMLESS - set(cls.harmless):
             raise ValueError(f"{path}: the fields {sorted(unknown)} may change the computation, and are unknown")

@@ -314,6 +314,14 @@ def test_a_file_that_was_cut_off(left: int, tmp_path: Path, open_group: OpenGrou
         ({"model_type": "llama"}, "model_type must be '.*', got 'llama'"),
         ({"vocab_size": None}, r"the fields \['vocab_size'\] are missing"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type must be 'default' or 'yarn', got 'longrope'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling.original_max_position_embeddings is missing, which rope_type 'yarn' needs",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 4096}},
+            "rope_scaling.factor is missing, which rope_type 'yarn' needs",
+        ),
         ({"rope_scaling": {"short_factor": 2}}, r"rope_scaling .* got \['short_factor'\]"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method must be .*, got .*awq"),
     ],
