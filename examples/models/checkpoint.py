@@ -318,11 +318,24 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
 
     All processes call it; the first one writes. Weights that were loaded from MXFP4 are written as the floats that they
     became. If some are in float8, config.json says which are not.
+
+    Raises:
+      ValueError: the parameters are not those of the layout. Nothing was written.
     """
     from safetensors.numpy import save_file
 
     folder, writes = Path(folder), jax.process_index() == 0
-    pairs = list(zip(jax.tree.leaves(layout), jax.tree.leaves(params), strict=True))
+    described, values = jax.tree.leaves(layout), jax.tree.leaves(params)
+    if len(described) != len(values):
+        raise ValueError(f"save: params must have the {len(described)} arrays of the model, got {len(values)}")
+    pairs = list(zip(described, values, strict=True))
+    for one, value in pairs:
+        dtypes = [np.dtype(np.uint8)] if one.fixed == jnp.uint8 else list(DTYPES.values())
+        if value.shape != one.shape or value.dtype not in dtypes:
+            raise ValueError(
+                f"save: the parameter of {one.name} must have shape {one.shape} and one of the dtypes "
+                f"{[np.dtype(dtype).name for dtype in dtypes]}, got {value.dtype}{list(value.shape)}"
+            )
     numbers = sorted({one.first + layer for one, _ in pairs for layer in range(one.layers or 0)})
     weight_map: dict[str, str] = {}
     in_float8: set[str] = set()

@@ -237,6 +237,25 @@ def test_a_checkpoint_that_was_saved(family: str, tmp_path: Path, open_group: Op
     assert described(model.init(jax.random.key(0), config, group)) == described(again) == described(params)
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "dtype", "match"),
+    [
+        ("qwen3_moe", {"num_hidden_layers": 1}, "float32", r"must have shape \(1, 64\) .* got float32\[2, 64\]"),
+        ("qwen3_moe", {"num_hidden_layers": 3}, "float32", r"must have shape \(3, 64\) .* got float32\[2, 64\]"),
+        ("qwen3_moe", {}, "int32", r"model.embed_tokens.weight .* dtypes \['float32', .*, got int32\[128, 64\]"),
+        ("deepseek_v3", {"float8": True}, "float32", r"params must have the \d+ arrays of the model, got \d+"),
+    ],
+)
+def test_parameters_of_another_config_are_not_saved(
+    family: str, change: dict[str, Any], dtype: str, match: str, tmp_path: Path, open_group: OpenGroup
+) -> None:
+    """Layers would be left out, or the last one written twice."""
+    params = jax.tree.map(lambda x: x.astype(dtype), loaded(family, open_group(1)))
+    with pytest.raises(ValueError, match=match):
+        model.save(tmp_path / "out", params, dataclasses.replace(config_of(family), **change))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_save_that_is_interrupted(tmp_path: Path, open_group: OpenGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the folder of another checkpoint: nothing is loaded, instead of some tensors of each."""
     config, group = config_of("qwen3_moe"), open_group(1)
