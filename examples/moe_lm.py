@@ -191,6 +191,8 @@ def loss(params: Params, batch: jax.Array, config: Config, group: jax_ep.Group) 
 
 def generate(params: Params, prompt: bytes, length: int, seed: int, config: Config, group: jax_ep.Group) -> bytes:
     """Continues the prompt to `length` bytes at temperature 0.8. All devices sample; the first one's text is kept."""
+    if not 1 <= len(prompt) <= length:
+        raise ValueError(f"generate: prompt must have from 1 to length = {length} bytes, got {len(prompt)}")
     config = dataclasses.replace(config, capacity_factor=group.size)  # a sample is too small to be balanced
     start = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.frombuffer(prompt, jnp.uint8))
 

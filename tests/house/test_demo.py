@@ -58,6 +58,17 @@ def test_losses_are_those_of_xla_and_fall_alike_when_rounded(
         assert 1e-5 < off < 0.02, how
 
 
+@pytest.mark.parametrize("prompt", [b"", b"12345"])
+def test_prompts_that_cannot_be_continued(prompt: bytes) -> None:
+    """Nothing stands before the first byte of a text."""
+    demo = example("train_moe_lm")
+    config = demo.moe_lm.Config(layers=1)
+    with Group(helpers.mesh_of(ep=1), "ep") as group:
+        params = demo.moe_lm.init_params(jax.random.key(0), config, group)
+        with pytest.raises(ValueError, match=f"prompt must have from 1 to length = 4 bytes, got {len(prompt)}"):
+            demo.moe_lm.generate(params, prompt, 4, 0, config, group)
+
+
 @pytest.mark.parametrize("wrong", [0, 3, 16])
 def test_nodes_that_do_not_divide_the_devices(wrong: int) -> None:
     helpers.mesh_of(ep=8)
