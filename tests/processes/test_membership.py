@@ -306,11 +306,12 @@ class HeldUp(Store):
         self.all_agree, self.may_look = threading.Event(), threading.Event()
 
     def key_value_dir_get_bytes(self, key: str) -> list[tuple[str, bytes]]:
+        published = any(part.seen for part in self.heartbeat(0).parts.values())
         found = super().key_value_dir_get_bytes(key)
         seen = {part.seen for _, text in found for part in Heartbeat.parse(text).parts.values()}
         if len(found) == 3 and len(seen) == 1 and seen != {""}:
             self.all_agree.set()
-        elif not any(part.seen for part in self.heartbeat(0).parts.values()):
+        elif not published:
             # If it read what the others see before it has published the same, it would open the group at once.
             return [(name, without_seen(text)) for name, text in found]
         if not self.all_agree.is_set():
