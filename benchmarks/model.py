@@ -68,7 +68,7 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
     "experts' products": "jax_ep::gemm",
     "exchange": "jax_ep::",
     "attention": "cudnn|fmha|dot_product_attention",
-    "dense products": "nvjet|gemm|cutlass",
+    "dense products": "nvjet|gemm|cutlass|dot_general",
     "collectives": "nccl",
 }
 
