@@ -86,9 +86,15 @@ class MoeMlp(nnx.Module):
     ):
         if not isinstance(group, Group):
             raise TypeError(f"MoeMlp: group must be an open jax_ep.Group, got {checks.describe(group)}")
+        sizes = {"hidden": hidden, "width": width, "num_experts": num_experts, "top_k": top_k}
+        for name, size in sizes.items():  # also because `_drawer` takes 8.0 for 8
+            checks.check_int("MoeMlp", name, size)
         checks.check_one_of("MoeMlp", "score", score, Score)
         if fsdp is not None and (fsdp not in group.mesh.axis_names or fsdp in checks.axes_of(group.axis_name)):
             raise ValueError(f"MoeMlp: fsdp must be another axis of the mesh than the group's, got {fsdp!r}")
+        if fsdp is not None and hidden % group.mesh.shape[fsdp]:
+            parts = group.mesh.shape[fsdp]
+            raise ValueError(f"MoeMlp: hidden must be a multiple of the {parts} devices along fsdp, got {hidden}")
         if wrong := options.keys() - (inspect.signature(moe_mlp).parameters.keys() - {"shared_tokens"}):
             raise TypeError(f"MoeMlp: options must be arguments of moe_mlp, without shared_tokens, got {sorted(wrong)}")
         if num_experts % group.size:

@@ -376,6 +376,9 @@ def test_values_of_a_layer(
     ("given", "message"),
     [
         ({"num_experts": 7}, "num_experts"),
+        *(({name: 8.0}, f"{name} must be a Python int") for name in ("hidden", "width", "num_experts", "top_k")),
+        *(({name: 0}, f"{name} must be at least 1") for name in ("hidden", "width", "num_experts", "top_k")),
+        ({"hidden": 15, "fsdp": "fsdp"}, "hidden must be a multiple of the 2 devices along fsdp, got 15"),
         ({"score": "tanh"}, "score"),
         ({"fsdp": "ep"}, "fsdp must be another axis"),
         ({"fsdp": "rows"}, "fsdp must be another axis"),
@@ -385,8 +388,9 @@ def test_values_of_a_layer(
     ],
 )
 def test_arguments_are_checked(given: dict[str, Any], message: str) -> None:
-    with opened(1, 2) as group, pytest.raises((ValueError, TypeError), match=f"MoeMlp: {message}"):
-        MoeMlp(16, 24, **{"num_experts": 8, "top_k": 2, "group": group, "rngs": nnx.Rngs(0)} | given)
+    sizes: dict[str, Any] = {"hidden": 16, "width": 24, "num_experts": 8, "top_k": 2}
+    with opened(2, 2) as group, pytest.raises((ValueError, TypeError), match=f"MoeMlp: {message}"):
+        MoeMlp(**sizes | {"group": group, "rngs": nnx.Rngs(0)} | given)
 
 
 def test_activations_are_checked() -> None:
