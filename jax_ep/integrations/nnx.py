@@ -18,6 +18,9 @@ from jax_ep.nn.routers import sigmoid_top_k, softmax_top_k
 from jax_ep.ops.matmul.gated import ActivationName, ClampedSwiglu
 from jax_ep.ops.moe.units import Activation, Experts, Gated
 
+_OPTIONS = {each.name for each in inspect.signature(moe_mlp).parameters.values() if each.kind == each.KEYWORD_ONLY}
+_OPTIONS -= {"group", "shared_tokens", "shared_experts"}
+
 
 class MoeAux(NamedTuple):
     """What `MoeMlp` returns beside its output, for the tokens of all devices.
@@ -62,7 +65,7 @@ class MoeMlp(nnx.Module):
       param_dtype: of the parameters. The products of the experts are in the dtype of x, the logits in float32.
       rngs: its stream "params" draws the parameters.
       options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`, but not
-        `shared_tokens`.
+        `shared_tokens` and `shared_experts`.
 
     Raises:
       ValueError, TypeError, JaxEpError: as for `jax_ep.moe_mlp`.
@@ -95,8 +98,8 @@ class MoeMlp(nnx.Module):
         if fsdp is not None and hidden % group.mesh.shape[fsdp]:
             parts = group.mesh.shape[fsdp]
             raise ValueError(f"MoeMlp: hidden must be a multiple of the {parts} devices along fsdp, got {hidden}")
-        if wrong := options.keys() - (inspect.signature(moe_mlp).parameters.keys() - {"shared_tokens"}):
-            raise TypeError(f"MoeMlp: options must be arguments of moe_mlp, without shared_tokens, got {sorted(wrong)}")
+        if wrong := options.keys() - _OPTIONS:
+            raise TypeError(f"MoeMlp: options must be among {sorted(_OPTIONS)}, got {sorted(wrong)}")
         if num_experts % group.size:
             raise ValueError(f"MoeMlp: num_experts must be a multiple of the {group.size} ranks, got {num_experts}")
         self.group, self.top_k = group, top_k

@@ -382,8 +382,14 @@ def test_values_of_a_layer(
         ({"score": "tanh"}, "score"),
         ({"fsdp": "ep"}, "fsdp must be another axis"),
         ({"fsdp": "rows"}, "fsdp must be another axis"),
-        ({"shared_tokens": True}, r"options must be .*, got \['shared_tokens'\]"),
-        ({"capacity_facto": 2.0}, r"options must be .*, got \['capacity_facto'\]"),
+        *(
+            ({name: None}, rf"options must be .*, got \['{name}'\]")
+            for name in ("shared_tokens", "shared_experts", "capacity_facto")
+        ),
+        *(
+            ({name: None}, rf"options must be .*, got \['{name}'\]")
+            for name in ("tokens", "expert_ids", "weights", "experts")
+        ),
         ({"group": None}, "group"),
     ],
 )
