@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def plot(metrics: moe_lm.Metrics, size: int, path: Path) -> None:
     )
     right.margins(y=0.15)
     right.legend(loc="upper center", ncols=3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def open_group(nodes: int | None, config: moe_lm.Config) -> jax_ep.Group:
@@ -160,8 +161,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
-    if not options.out.absolute().parent.is_dir():
-        parser.error(f"--out must be in a folder that exists, got {options.out}")
+    if options.out.is_dir() or not os.access(options.out.absolute().parent, os.W_OK):
+        parser.error(f"--out must be a file in a folder that exists and can be written to, got {options.out}")
 
     config, text = moe_lm.Config(), load_bytes()
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None

@@ -1,5 +1,6 @@
 """The examples train; the language model alike on every platform and with every implementation."""
 
+import os
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -75,6 +76,19 @@ def test_nodes_that_do_not_divide_the_devices(wrong: int) -> None:
     demo = example("train_moe_lm")
     with pytest.raises(SystemExit, match=f"must divide the 8 devices, and the 8 that are used, got {wrong}"):
         demo.open_group(wrong, demo.moe_lm.Config(layers=1))
+
+
+def test_a_picture_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder, or in a folder that is missing or read-only, which os.access says because root may write anywhere."""
+    demo, writable = example("train_moe_lm"), os.access
+    monkeypatch.setattr(demo, "load_bytes", lambda: pytest.fail("the demo begins"))
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and writable(path, mode))
+    for out in (EXAMPLES, tmp_path / "none" / "x.png", tmp_path / "x.png"):
+        with pytest.raises(SystemExit):
+            demo.main([f"--out={out}"])
+        assert f"folder that exists and can be written to, got {out}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("native")
