@@ -37,7 +37,11 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("folder", type=Path, help="with config.json and safetensors")
     parser.add_argument("text", help="the beginning")
     parser.add_argument("--tokens", type=int, default=64, help="how many follow [%(default)s]")

@@ -108,7 +108,11 @@ def plot(history: list[Any], path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    of = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    of = argparse.ArgumentParser(
+        prog="python -m jax_ep train-model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     of.add_argument("model", type=Path, help="a folder with config.json; its weights are the first if it has any")
     of.add_argument("tokens", type=Path, help="a file of tokens")
     of.add_argument("--dtype", default="uint32", help="of the tokens [%(default)s]")

@@ -15,7 +15,7 @@ from conftest import require_native
 from jax.sharding import Mesh
 
 from jax_ep import Group, Implementation, NodeOptions
-from jax_ep.__main__ import load
+from jax_ep.__main__ import _DEMOS, load, main
 
 STEPS, EXAMPLES = 20, helpers.ROOT / "examples"
 example = partial(load, "examples")  # by its name
@@ -142,6 +142,13 @@ main(["demo", "--help"])
 """
     output = helpers.run_python("-c", script, cwd=tmp_path, JAX_PLATFORMS="cpu")
     assert output.count("usage: ") == 5
+
+
+@pytest.mark.parametrize("command", _DEMOS)
+def test_help_names_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m jax_ep {command} ")
 
 
 @pytest.mark.usefixtures("native")
