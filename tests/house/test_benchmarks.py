@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -121,6 +122,23 @@ def test_layer_trains_alike(group: Group, rng: Rng, formulation: str, biased: bo
     expected = (sums, *wanted[1:], *(each for them in of_biases for each in them), wanted.tokens)
     for mine, exact in zip((out, *gradients), expected, strict=True):
         np.testing.assert_allclose(mine, exact[0], rtol=1e-4, atol=1e-5 * float(np.abs(exact).max()))
+
+
+@pytest.mark.parametrize(
+    "options", ["--repeats 0", "--json none/x.json", "--json read-only/x.json", "--json", "--json /tmp"]
+)
+def test_what_is_refused_before_it_measures(
+    options: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bare --json writes here. os.access says what is read-only, because root may write anywhere."""
+    writable = os.access
+    read_only = tmp_path if options == "--json" else tmp_path / "read-only"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != read_only and writable(path, mode))
+    monkeypatch.setattr(benchmark("runner"), "provenance", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(SystemExit):
+        main(["bench", "moe", "--quick", *options.split()])
+    assert f"{options.split()[0]} must be " in capsys.readouterr().err
 
 
 def test_what_numpy_expects_of_deep_ep() -> None:
