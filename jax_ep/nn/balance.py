@@ -138,6 +138,8 @@ def scalars(stats: MoeStats, *, ranks: int | None = None) -> dict[str, jax.Array
     """
     if not isinstance(stats, MoeStats):
         raise TypeError(f"scalars: stats must be a jax_ep.MoeStats, got {checks.describe(stats)}")
+    for name, x in stats._asdict().items():
+        checks.check_array("scalars", f"stats.{name}", x, dtype=checks.NUMBERS)
     found = {"assignments": stats.counts.sum(), "dropped": stats.dropped.sum(), "invalid": stats.invalid.sum()}
     loads = {"expert_load": load_stats(stats.counts)}
     if ranks is not None:

@@ -439,6 +439,7 @@ REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (nn.softmax_top_k, (zeros((2, 3, 8)), 2), {}, r"logits .*, got \(2, 3, 8\): flatten .* \.reshape\(-1, E\)$"),
     (nn.z_loss, (X, zeros((2, 10), bool)), {}, r"mask must have shape \[T\] = \(20,\), got \(2, 10\)"),
     (nn.scalars, (X,), {}, r"stats must be a jax_ep\.MoeStats, got float32\[20,16\]"),
+    (nn.scalars, (MoeStats._make([None] * 3),), {}, "stats.counts must be an array, got NoneType"),
     (nn.z_loss, (X[0],), {}, r"logits must have shape \[T, E\], got \(16,\)"),
     (nn.z_loss, (X, zeros(TOKENS)), {}, "mask must be of dtype bool, got float64"),
     (nn.balanced_bias, (zeros(3), zeros(4)), {}, r"load must have shape that of bias = \(3,\)"),
