@@ -1,4 +1,4 @@
-"""Makes the checkpoints of tests/house/test_models.py: a small random model of each family in its published layout, and
+"""Makes the checkpoints of tests/model_cases.py: a small random model of each family in its published layout, and
 what transformers computes with it in float32.
 
     python -m pip install torch transformers accelerate safetensors
