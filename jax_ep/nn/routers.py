@@ -235,13 +235,13 @@ def _weights(how: _How, log_scores: jax.Array, expert_ids: jax.Array) -> jax.Arr
 
 
 def _best_groups(groups: Groups, scores: jax.Array) -> jax.Array:
-    by_group = scores.reshape(scores.shape[0], groups.total, -1)
+    by_group = scores.reshape(scores.shape[0], groups.total, scores.shape[1] // groups.total)
     worth = jax.lax.top_k(by_group, min(groups.best, by_group.shape[2]))[0].sum(axis=-1)
     return jax.nn.one_hot(jax.lax.top_k(worth, groups.kept)[1], groups.total, dtype=jnp.bool).any(axis=1)
 
 
 def _within(groups: Groups, scores: jax.Array, kept: jax.Array) -> jax.Array:
-    by_group = scores.reshape(scores.shape[0], groups.total, -1)
+    by_group = scores.reshape(scores.shape[0], groups.total, scores.shape[1] // groups.total)
     return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 

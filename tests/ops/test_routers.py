@@ -142,6 +142,17 @@ def test_some_tokens_and_given_ids(score: Score, replayed: bool, renormalize: bo
 
 
 @pytest.mark.usefixtures("each_way")
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_no_tokens(score: Score) -> None:
+    """Also of groups of experts, and derivatives."""
+    logits = jnp.zeros((0, EXPERTS))
+    for groups in (None, Groups(4, 2, 2)):
+        weights, pull = jax.vjp(lambda x, groups=groups: router(score, groups)(x).weights, logits)
+        assert (weights.shape, pull(weights)[0].shape) == ((0, K), logits.shape)
+    assert nn.within_top_groups(logits, K, 4, 2).shape == logits.shape
+
+
+@pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("router", [nn.softmax_top_k, partial(nn.sigmoid_top_k, groups=4, top_groups=2)])
 def test_derivatives_twice_in_a_batch(router: Any, rng: Rng) -> None:
     """Forward and reverse, of logits far enough apart that the choice stays."""
