@@ -190,8 +190,13 @@ WRONG: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
             ({}, {"bits": WEIGHTS.bits[..., :128]}, ValueError, r"rhs\.bits must have 256 columns"),
             ({}, {"bits": E5M2}, TypeError, r"rhs\.bits must be of dtype uint8, float8_e4m3fn, got float8_e5m2"),
             ({}, {"bits": WEIGHTS.bits[:, :64]}, ValueError, r"multiples of 128"),
+            ({}, {"bits": WEIGHTS.bits[0, 0]}, ValueError, r"rhs\.bits must have shape \[G, N, K\], got \(256,\)"),
+            ({}, {"bits": None}, TypeError, r"rhs\.bits must be an array, got NoneType"),
         )
     ),
+    (ragged_dot, (ROWS, np.zeros((2, 256, 64), np.float32), SIZES), ValueError, "rhs must have sizes that are multi"),
+    (ragged_dot, (ROWS, np.zeros((2, 256, 128), np.int32), SIZES), TypeError, "rhs must be of dtype .*, got int32"),
+    (ragged_dot, (ROWS, np.zeros(2, np.float32), SIZES), ValueError, r"rhs must have shape \[G, K, N\], got \(2,\)"),
     (ragged_dot, (ROWS, WEIGHTS, SIZES, np.float16), TypeError, "preferred_element_type must be bfloat16, float32 or"),
     (dot, (PLAIN, WEIGHTS), TypeError, r"lhs must be Float8Rows .*, got float32\[4,256\]"),
     (dot, (ROWS, PLAIN), TypeError, r"rhs must be Float8Weights"),

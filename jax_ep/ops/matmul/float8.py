@@ -89,6 +89,11 @@ def ragged_dot(
     op = "float8.ragged_dot"
     if not isinstance(rhs, (*checks.ARRAYS, Float8Weights)):
         raise TypeError(f"{op}: rhs must be an array or Float8Weights, got {checks.describe(rhs)}")
+    if isinstance(rhs, Float8Weights):
+        checks.check_array(op, "rhs.bits", rhs.bits, "[G, N, K]")
+    else:
+        checks.check_array(op, "rhs", rhs, "[G, K, N]", checks.TOKEN_DTYPES)
+        check_blocks(op, "rhs", rhs.shape[1:])
     checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
     groups = checks.to_int32(group_sizes)
     if isinstance(lhs, Float8Rows):
@@ -104,7 +109,6 @@ def ragged_dot(
         check_weights(op, "rhs", rhs, shape, "[G, K, N]")
     else:
         checks.check_array(op, "rhs", rhs, "[G, K, N]", lhs.dtype, shape=shape)
-        check_blocks(op, "rhs", shape[1:])
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
