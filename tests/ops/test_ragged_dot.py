@@ -258,6 +258,16 @@ def test_sizes_beyond_32_bits(gathers: bool, rng: Rng) -> None:
     np.testing.assert_allclose(out, oracle.ragged_dot(lhs, rhs, [3, 5]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("core")
+@pytest.mark.parametrize("form", ["plain", "transposed", "contracted"])
+def test_no_groups(form: str) -> None:
+    lhs, rhs, sizes = jnp.ones((4, 8)), jnp.ones((4, 8) if form == "contracted" else (0, 8, 8)), jnp.zeros(0, jnp.int32)
+    out, pull = jax.vjp(lambda x, y: ragged_dot_general(x, y, sizes, FORMS[form]), lhs, rhs)
+    assert out.shape == ((0, 8, 8) if form == "contracted" else (4, 8))
+    for x in (out, *pull(out)):
+        assert not np.asarray(x).any()
+
+
 HIGHEST, BY_BFLOAT16 = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32
 
 

@@ -350,6 +350,7 @@ def _choose(
         or np.dtype(dtype) not in (left.dtype, np.dtype(np.float32))
         or isinstance(settings.precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
         or group_sizes.ndim != 1
+        or not group_sizes.size
         or not all(size > 0 for x in (left, right, *arrays) for size in x.shape)
     ):
         return "xla"
