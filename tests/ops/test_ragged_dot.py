@@ -236,6 +236,7 @@ def test_bad_operands_are_refused() -> None:
         ({"lhs_indices": jnp.zeros(4)}, TypeError, "lhs_indices must be of an integer dtype, got float32"),
         ({"lhs_indices": [0, 1]}, TypeError, "lhs_indices must be an array, got list"),
         ({"group_sizes": [1.0, 2.0]}, TypeError, "group_sizes must be of an integer dtype, got float64"),
+        ({"group_sizes": None}, TypeError, "group_sizes must be of an integer dtype, got object"),
     ]
     usual: Any = {"lhs": lhs, "rhs": rhs, "group_sizes": sizes}
     for change, error, text in refused:
@@ -256,6 +257,13 @@ def test_sizes_beyond_32_bits(gathers: bool, rng: Rng) -> None:
     indices = np.arange(8) if gathers else None
     out = ragged_dot(lhs, rhs, cast(Any, [3, 2**31]), lhs_indices=cast(Any, indices))
     np.testing.assert_allclose(out, oracle.ragged_dot(lhs, rhs, [3, 5]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_constant_sizes_of_a_dtype_below_the_rows(dtype: Any, rng: Rng) -> None:
+    lhs, rhs, sizes, *_ = draw(rng, Case(300, 8, 8, (100, 127)), FLOAT32)
+    out = ragged_dot(lhs, rhs, sizes.astype(dtype))
+    np.testing.assert_allclose(out, oracle.ragged_dot(lhs, rhs, sizes), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("core")

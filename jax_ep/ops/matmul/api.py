@@ -173,8 +173,10 @@ def ragged_dot_general(
 
 def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
     """int32. Sizes that are known when traced are clipped to `most`, so that their sum is below 2^31."""
-    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.minimum(group_sizes, most)
+    sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     checks.check_array(op, "group_sizes", sizes, dtype=np.integer)
+    if not isinstance(sizes, jax.Array):
+        sizes = np.minimum(sizes, min(most, jnp.iinfo(sizes.dtype).max))
     return checks.to_int32(sizes)
 
 
