@@ -155,6 +155,14 @@ def test_dense_products(rows: int, spread: float, rng: helpers.Rng) -> None:
     assert_product(found, *multiplied(case, lhs, rhs), spread)
 
 
+def test_sizes_beyond_32_bits(rng: helpers.Rng) -> None:
+    """Constant sizes, of rows in float8, gathered or not, and of others, give what those within the rows give."""
+    lhs, rhs = draw_product(Product((3, 5), 8, 128, 128), rng)
+    for rows, options in ((lhs, {}), (lhs, {"lhs_indices": np.arange(8)}), (dequantize(lhs), {})):
+        product = partial(float8.ragged_dot, rows, rhs, **options)
+        np.testing.assert_array_equal(product(np.array([3, 2**31])), product(np.array([3, 5])))
+
+
 def test_products_of_nan_and_infinity(rng: helpers.Rng) -> None:
     """Each reaches the rows and columns that it meets, and no others; but XLA multiplies rows by all matrices."""
     case = Product((40, 60), 100, 256, 256)

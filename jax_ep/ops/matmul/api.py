@@ -110,7 +110,7 @@ def ragged_dot(
     if lhs_indices is not None:
         checks.check_array("ragged_dot", "lhs", rows, "[rows, K]")
         rows = gathered_rows("ragged_dot", rows, lhs_indices)
-    group_sizes = _to_sizes("ragged_dot", group_sizes, max(rows.shape, default=0))
+    group_sizes = to_sizes("ragged_dot", group_sizes, max(rows.shape, default=0))
     if out_sharding is not None:
         if implementation in ("kernels", "pallas"):
             raise ValueError(f"ragged_dot: out_sharding must be None with implementation={implementation!r}")
@@ -160,7 +160,7 @@ def ragged_dot_general(
             f"{checks.describe(numbers)}"
         )
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    group_sizes = _to_sizes(op, group_sizes, max(lhs.shape, default=0))
+    group_sizes = to_sizes(op, group_sizes, max(lhs.shape, default=0))
     contracted, batches = numbers.dot_dimension_numbers
     dimensions = (*contracted, *batches, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
     kind: Product | None = next((name for name, of in _PRODUCTS.items() if of == tuple(map(tuple, dimensions))), None)
@@ -171,7 +171,7 @@ def ragged_dot_general(
     return _product(op, kind, settings, preferred_element_type, lhs, rhs, group_sizes)
 
 
-def _to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
+def to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
     """int32. Sizes that are known when traced are clipped to `most`, so that their sum is below 2^31."""
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     checks.check_array(op, "group_sizes", sizes, dtype=np.integer)

@@ -95,12 +95,12 @@ def ragged_dot(
         checks.check_array(op, "rhs", rhs, "[G, K, N]", checks.TOKEN_DTYPES)
         check_blocks(op, "rhs", rhs.shape[1:])
     checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
-    groups = checks.to_int32(group_sizes)
     if isinstance(lhs, Float8Rows):
         rhs = as_float8_weights(rhs)
         dtype = _check_operands(op, lhs, rhs, preferred_element_type, ndim=3)
         rows = lhs if lhs_indices is None else gathered_rows(op, lhs, lhs_indices)
-        return float8_product(dtype, rows, rhs, groups)
+        count = len(lhs.bits if lhs_indices is None else lhs_indices)
+        return float8_product(dtype, rows, rhs, api.to_sizes(op, group_sizes, count))
     if lhs_indices is not None:
         raise ValueError(f"{op}: lhs_indices must be None unless lhs is Float8Rows, got {checks.describe(lhs_indices)}")
     checks.check_array(op, "lhs", lhs, "[M, K]", checks.TOKEN_DTYPES)
@@ -112,7 +112,8 @@ def ragged_dot(
     dtype = checks.canonical_dtype(op, "preferred_element_type", preferred_element_type) or np.dtype(lhs.dtype)
     if dtype not in checks.TOKEN_DTYPES:
         raise TypeError(f"{op}: preferred_element_type must be one of floats or None, got {preferred_element_type!r}")
-    return straight_through_product(dtype, *vary.vary_alike(None, lhs, frozen(op, "rhs", rhs), groups))
+    sizes = api.to_sizes(op, group_sizes, len(lhs))
+    return straight_through_product(dtype, *vary.vary_alike(None, lhs, frozen(op, "rhs", rhs), sizes))
 
 
 def _check_operands(op: str, lhs: Any, rhs: Any, preferred_element_type: DTypeLike | None, *, ndim: int) -> np.dtype:
