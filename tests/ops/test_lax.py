@@ -125,6 +125,21 @@ def test_operands_are_not_changed(group: Group, implementation: Implementation, 
     np.testing.assert_array_equal(on_device, output)
 
 
+@pytest.mark.parametrize(("sent", "received"), [(0, 3), (3, 0)])
+def test_no_rows(sent: int, received: int, group: Group, implementation: Implementation) -> None:
+    """To send, or to write: nothing changes, and gradients are those of the output."""
+
+    def body(operand: jax.Array, output: jax.Array) -> Any:
+        nothing = [jnp.zeros(SIZE, jnp.int32)] * 4
+        result, pull = jax.vjp(lambda *rows: exchange(group, implementation)(*rows, *nothing), operand, output)
+        return result, *pull(result)
+
+    operand, output = np.ones((SIZE, sent, 2), np.float32), np.full((SIZE, received, 2), 2, np.float32)
+    found = helpers.fetch(helpers.per_rank(body, group.mesh)(operand, output))
+    for actual, wanted in zip(found, (output, 0 * operand, output), strict=True):
+        np.testing.assert_array_equal(actual, wanted, strict=True)
+
+
 # Of the slices from rank 1 to rank 2, what is changed: as sent, or as expected.
 SPOILT: dict[str, dict[str, int]] = {
     "before operand": {"input_offsets": -1},

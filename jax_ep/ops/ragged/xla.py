@@ -33,7 +33,7 @@ def ragged_all_to_all(
     wrong = jnp.any((send_sizes != 0) & ~fits) | jnp.any(sizes.reshape(-1) != recv_sizes)
     index = jnp.arange(output.shape[0], dtype=output_offsets.dtype)
     result = output
-    for source in range(size):
+    for source in range(size if operand.shape[0] else 0):
         for i in range(starts.shape[1]):
             offset = index - offsets[source, i]
             inside = (offset >= 0) & (offset < sizes[source, i])
