@@ -47,6 +47,17 @@ def test_sizes_beyond_the_rows(rng: Rng) -> None:
     np.testing.assert_allclose(found, oracle.ragged_dot(lhs, rhs, (30, 10, 0)), rtol=1e-5, atol=1e-5)
 
 
+def test_products_with_64_bit_ints(rng: Rng) -> None:
+    lhs, rhs = (rng.standard_normal(shape).astype(np.float32) for shape in ((40, 16), (3, 16, 16)))
+    with jax.enable_x64(True):
+        sizes, options = jnp.array([30, 0, 7]), {"precision": "highest", "interpret": INTERPRET}
+        (product,) = grouped_matmul(jnp.asarray(lhs), (jnp.asarray(rhs),), sizes, **options)
+        outer = grouped_outer(jnp.asarray(lhs), product, sizes, **options)
+    np.testing.assert_allclose(product, oracle.ragged_dot(lhs, rhs, (30, 0, 7)), rtol=1e-5, atol=1e-5)
+    wanted = oracle.ragged_dot_gradients(lhs, rhs, (30, 0, 7), np.asarray(product))[1]
+    np.testing.assert_allclose(outer, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu"])
 @pytest.mark.parametrize("dtype", helpers.DTYPES, ids=str)
 def test_gated_products(activation: str, dtype: np.dtype, rng: Rng) -> None:
