@@ -24,7 +24,7 @@ struct Caller {
 
 inline Caller find_caller(const Call& call, const char* op, std::optional<int64_t> id) {
   Caller caller{id ? std::static_pointer_cast<PlatformGroup>(find_group(*id)) : nullptr, {}, std::nullopt};
-  const bool alike = call.meets(caller.group);
+  const bool alike = !id || call.meets(*id, caller.group);
   if (!caller.group) {
     caller.error = to_ffi(group_not_open());
   } else if (!alike) {

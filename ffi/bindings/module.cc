@@ -1,7 +1,6 @@
 // The Python module of one platform's library: groups, handlers, and the sizes that Python must know.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <map>
@@ -147,13 +146,14 @@ class Handle {
     registration_->open(group);  // from here on programs may call it
   }
   ~Handle() {
-    if (is_forked()) new std::shared_ptr<Registration>(std::move(registration_));
+    if (is_forked()) (void)profiler_.release();  // it may hold the group alone
   }
 
   int64_t id() const { return id_; }
   void close() {
+    if (is_forked()) return;
     const std::shared_ptr<PlatformGroup> group = open_group();
-    if (!group || is_forked()) return;
+    if (!group) return;
     group->close();
     {
       const std::lock_guard lock(profiler_mutex_);
@@ -216,16 +216,14 @@ class Handle {
 
  private:
   friend class TestHooks;
-  bool is_forked() const { return getpid() != process_; }
   std::shared_ptr<PlatformGroup> open_group() const {
     const std::shared_ptr<Registration> registration = std::atomic_load(&registration_);
     return registration ? std::static_pointer_cast<PlatformGroup>(registration->group()) : nullptr;
   }
 
-  const pid_t process_ = getpid();
   std::shared_ptr<Registration> registration_;
   const int64_t id_;
-  std::mutex profiler_mutex_;  // the garbage collector may release the group while a thread profiles it
+  mutable std::mutex profiler_mutex_;  // the garbage collector may release the group while a thread profiles it
   std::unique_ptr<Profiler> profiler_;
   bool profiles_ = false;
 };
@@ -242,6 +240,7 @@ class TestHooks {
   }
   // The op and the phase that a rank has entered last, during a profile.
   std::optional<std::pair<std::string, std::string>> last_phase(int line, int rank) const {
+    const std::lock_guard lock(handle_.profiler_mutex_);
     const auto last = handle_.profiler_ ? handle_.profiler_->last_of({line, rank}) : std::nullopt;
     if (!last) return std::nullopt;
     return std::pair{name_of(last->op), name_of(last->phase)};

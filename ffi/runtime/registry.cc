@@ -3,11 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,6 +23,8 @@ struct Registry {
   const pid_t process = getpid();
   std::mutex mutex;
   std::map<int64_t, std::weak_ptr<Registration>> open;
+  std::mutex met_mutex;
+  std::deque<std::tuple<int64_t, int64_t, std::weak_ptr<Group>>> met;  // by the latest runs and ids
 };
 
 Registry& registry() {
@@ -28,9 +32,9 @@ Registry& registry() {
   return *registry;
 }
 
-bool is_forked() { return getpid() != registry().process; }
-
 }  // namespace
+
+bool is_forked() { return getpid() != registry().process; }
 
 void Registration::end() {
   std::shared_ptr<Group> ended = std::atomic_exchange(&group_, {});  // is destroyed after the lock
@@ -64,6 +68,19 @@ std::shared_ptr<Registration> find_registration(int64_t id) {
 std::shared_ptr<Group> find_group(int64_t id) {
   const std::shared_ptr<Registration> found = find_registration(id);
   return found ? found->group() : nullptr;
+}
+
+bool meets_alike(int64_t run, int64_t id, const std::shared_ptr<Group>& group) {
+  constexpr std::size_t kLatest = 256;  // more than XLA has under way
+  auto& met = registry().met;
+  const std::lock_guard lock(registry().met_mutex);
+  for (auto each = met.rbegin(); each != met.rend(); ++each) {
+    const auto& [known_run, known_id, known] = *each;
+    if (known_run == run && known_id == id) return !known.owner_before(group) && !group.owner_before(known);
+  }
+  met.emplace_back(run, id, group);
+  if (met.size() > kLatest) met.pop_front();
+  return true;
 }
 
 void close_all() {
@@ -106,9 +123,10 @@ ffi::ErrorOr<std::unique_ptr<CallState>> make_call_state(ffi::Dictionary attribu
         "this program was made with jax_ep " + maker +
             ", but jax_ep " JAX_EP_VERSION
             " is installed, whose calls differ: make the program again, or install the jax_ep that made it"));
+  auto made = std::make_unique<CallState>();
+  if (const auto id = attributes.get<int64_t>("group"); id.has_value()) made->group = find_registration(*id);
   if (const auto site = attributes.get<std::string_view>("site"); site.has_value()) remember_site(*site);
-  const auto id = attributes.get<int64_t>("group");
-  return std::make_unique<CallState>(id.has_value() ? find_registration(*id) : nullptr);
+  return made;
 }
 
 ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
@@ -125,16 +143,6 @@ ffi::Error check_group(int32_t device, ffi::Dictionary attributes) {
 }  // namespace
 
 ffi::TypeId CallState::id = {};
-
-bool CallState::meets(int64_t run, const std::shared_ptr<Group>& group) const {
-  constexpr std::size_t kLatest = 64;  // more than XLA has under way
-  const std::lock_guard lock(mutex_);
-  const auto known = std::find_if(met_.rbegin(), met_.rend(), [&](const auto& each) { return each.first == run; });
-  if (known != met_.rend()) return !known->second.owner_before(group) && !group.owner_before(known->second);
-  met_.emplace_back(run, group);
-  if (met_.size() > kLatest) met_.pop_front();
-  return true;
-}
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(call_state_handler, make_call_state, ffi::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(group_check_handler, check_group,

@@ -3,10 +3,7 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <memory>
-#include <mutex>
-#include <utility>
 
 #include "runtime/group.h"
 #include "xla/ffi/api/ffi.h"
@@ -30,8 +27,8 @@ class Registration {
 
   void open(std::shared_ptr<Group> group) { std::atomic_store(&group_, std::move(group)); }
 
-  // Frees the id and the memory of a closed group, even if programs still hold the registration. In a forked child it
-  // leaves everything as it is.
+  // Frees the id and the memory of a closed group, even if programs still hold the registration. In a forked child the
+  // group is leaked.
   void end();
 
  private:
@@ -47,26 +44,24 @@ std::shared_ptr<Registration> register_group(int64_t content, int number = -1);
 std::shared_ptr<Registration> find_registration(int64_t id);
 std::shared_ptr<Group> find_group(int64_t id);
 
-// At exit: closes all open groups. Does nothing in a forked child, which has none of the groups' threads.
+// Whether every rank that has called in this run found this group by the id. `group` is null if the rank found none. If
+// a group is closed while a run is under way, late ranks of the run may find a new group with its id, where nobody
+// joins them.
+bool meets_alike(int64_t run, int64_t id, const std::shared_ptr<Group>& group);
+
+// Whether this process is a child of the one that opened the groups. It has none of their threads.
+bool is_forked();
+
+// At exit: closes all open groups. Does nothing in a forked child.
 void close_all();
 
 xla::ffi::Error to_ffi(const GroupError& error);
 
 // The state that XLA keeps for each custom call of a program, made when the program is compiled or loaded.
-class CallState {
- public:
-  explicit CallState(std::shared_ptr<Registration> group) : group_(std::move(group)) {}
-
-  // Whether all ranks of a run of the program have met this group so far; null if they met none. If a group is closed
-  // while a run is under way, the run's late ranks may find a new group with its id, where nobody joins them.
-  bool meets(int64_t run, const std::shared_ptr<Group>& group) const;
+struct CallState {
+  std::shared_ptr<Registration> group;  // keeps the group open; may be null
 
   static xla::ffi::TypeId id;
-
- private:
-  const std::shared_ptr<Registration> group_;  // keeps the group open; may be null
-  mutable std::mutex mutex_;
-  mutable std::deque<std::pair<int64_t, std::weak_ptr<Group>>> met_;  // by the latest runs
 };
 
 // The handler stage that makes CallStates.

@@ -19,7 +19,7 @@ from jax import export
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ep import Group
+from jax_ep import Group, combine, dispatch
 
 EXPERTS = 8
 OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
@@ -148,24 +148,28 @@ def test_a_new_group_serves_programs_of_a_closed_one(another_is_open: bool, open
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a captured graph of a GPU calls no handler")
-def test_a_run_of_a_closed_group_leaves_the_next_one_alone(open_group: OpenGroup) -> None:
+@pytest.mark.parametrize("between", [False, True])
+def test_a_run_of_a_closed_group_leaves_the_next_one_alone(between: bool, open_group: OpenGroup) -> None:
     """Rank 0 came to its op before the close, and rank 1 comes after the next group has opened: nobody joins it there.
-    So an exception that leaves `with Group(...)` may be followed by another attempt."""
+    So an exception that leaves `with Group(...)` may be followed by another attempt. Between two ops both come late."""
     case, began, goes_on = case_of(2), threading.Event(), threading.Event()
     running: list[Any] = []
     group = Group(helpers.mesh_of(ep=2), "ep")
-    both = helpers.round_trip(group, **OPTIONS)
 
-    def hold(rank: np.ndarray) -> np.ndarray:
+    def hold(rank: np.ndarray, _: Any) -> np.ndarray:
         if rank == 0:
             began.set()
-        else:
+        if between or rank:
             goes_on.wait(30)
         return np.ones((), np.float32)
 
+    def held(x: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index("ep")
+        return x * jax.pure_callback(hold, jax.ShapeDtypeStruct((), np.float32), rank, x[0, 0])
+
     def body(tokens: jax.Array, *routing: jax.Array) -> jax.Array:
-        one = jax.pure_callback(hold, jax.ShapeDtypeStruct((), np.float32), jax.lax.axis_index("ep"))
-        return both(tokens * one, *routing)[1]
+        rows, _, sent = dispatch(tokens if between else held(tokens), *routing, group=group, **OPTIONS)
+        return combine(held(rows) if between else rows, sent, group=group)
 
     program = helpers.per_rank(body, group.mesh, check_vma=False)
     with contextlib.suppress(KeyError), group:

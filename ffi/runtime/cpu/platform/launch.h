@@ -28,8 +28,7 @@ struct Call {
   int64_t run;
   int device;
 
-  // As CallState::meets.
-  bool meets(const std::shared_ptr<Group>& group) const { return state->meets(run, group); }
+  bool meets(int64_t id, const std::shared_ptr<Group>& group) const { return meets_alike(run, id, group); }
 };
 
 inline ffi::Future fail_call(ffi::Error error) {

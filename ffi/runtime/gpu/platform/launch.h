@@ -60,8 +60,8 @@ struct Call {
   gpu::Stream stream;
   int device;
 
-  // As CallState::meets. Not known here: a captured graph calls no handler.
-  bool meets(const std::shared_ptr<Group>&) const { return true; }
+  // Always true: a captured graph calls no handler, so ranks of a run cannot be compared here.
+  bool meets(int64_t, const std::shared_ptr<Group>&) const { return true; }
 };
 
 inline ffi::Error fail_call(ffi::Error error) { return error; }
