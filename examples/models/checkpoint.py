@@ -202,7 +202,7 @@ class Tensors:
             entries.pop("__metadata__", None)
             whole = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
             if size < whole:
-                raise ValueError(f"{file}: must have {whole} bytes, got {size}; is it whole?")
+                raise ValueError(f"{file}: must have {whole} bytes, got {size}; was it cut off?")
             for name, entry in entries.items():
                 self.header[name] = file, 8 + length + entry["data_offsets"][0], entry
 
@@ -330,7 +330,7 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
         raise ValueError(f"save: params must have the {len(described)} arrays of the model, got {len(values)}")
     pairs = list(zip(described, values, strict=True))
     for one, value in pairs:
-        dtypes = [np.dtype(np.uint8)] if one.fixed == jnp.uint8 else list(DTYPES.values())
+        dtypes = [np.dtype(one.fixed)] if one.fixed else [np.dtype(DTYPES[name]) for name in ("F32", "F16", "BF16")]
         if value.shape != one.shape or value.dtype not in dtypes:
             raise ValueError(
                 f"save: the parameter of {one.name} must have shape {one.shape} and one of the dtypes "

@@ -187,8 +187,9 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array], *, interleaved: bo
 def dot(x: jax.Array, weight: jax.Array, run: Run, dtype: DTypeLike | None = None) -> jax.Array:
     """[..., M] @ [M, N], in `dtype` if it is given.
 
-    A device's only row is multiplied twice, because XLA would write its products with the weight to memory, rounded to
-    the dtype of `x`, before it adds them up. A step of decoding at batch 1 took 1.5 times as long (H200, jax 0.11.2).
+    Rows are multiplied twice if there are no more of them than devices, because a device may then have one row alone.
+    XLA would write the products of one row to memory, rounded to the dtype of `x`, before it adds them up: a decoding
+    step at batch 1 took 1.5 times as long (H200, jax 0.11.2).
     """
     if math.prod(x.shape[:-1]) > run.group.mesh.size:
         return jnp.dot(x, weight, preferred_element_type=dtype)
@@ -309,7 +310,7 @@ def _of_one_token(
     """[B, 1, N, D] of the token at `position`, [B, G, S, D] -> [B, 1, N, D of v]."""
     batch, groups, length, _ = k.shape
     keys = jnp.arange(length)
-    if window is not None and window < length:  # reads no others
+    if window is not None and window < length:  # no other keys are read
         keys, k, v = (
             jax.lax.dynamic_slice_in_dim(x, jnp.maximum(position + 1 - window, 0), window, axis)
             for x, axis in ((keys, 0), (k, 2), (v, 2))

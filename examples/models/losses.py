@@ -13,7 +13,12 @@ import jax.numpy as jnp
 
 
 def next_token_loss(
-    x: jax.Array, head: jax.Array, targets: jax.Array, chunk: int = 1024, axes: Sequence[str] = ()
+    x: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    chunk: int = 1024,
+    axes: Sequence[str] = (),
+    weight: jax.Array | float = 1,
 ) -> jax.Array:
     """The mean cross entropy of the tokens that follow, float32 [], in nats. Logits are rounded to the dtype of `x`.
 
@@ -25,6 +30,7 @@ def next_token_loss(
       axes: inside `jax.shard_map` with check_vma, the mesh axes over which `x` and `targets` are sharded. `head` is the
         same on all devices. The mean is over the targets of all devices. Their gradients of `head` are rounded to its
         dtype and summed once.
+      weight: a factor of the loss, the same on all devices. It has no gradient.
 
     Raises:
       TypeError: `x` is float16, in which these gradients underflow before a loss could be scaled.
@@ -33,8 +39,8 @@ def next_token_loss(
         raise TypeError("next_token_loss: x must be bfloat16 or float32, got float16")
     count = jnp.sum(targets >= 0)
     if not axes:
-        return _loss(x, head, targets, 1 / jnp.maximum(count, 1), chunk)
-    share = 1 / jnp.maximum(jax.lax.psum(count, axes), 1)
+        return _loss(x, head, targets, weight / jnp.maximum(count, 1), chunk)
+    share = weight / jnp.maximum(jax.lax.psum(count, axes), 1)
     return jax.lax.psum(_loss(x, jax.lax.pcast(head, axes, to="varying"), targets, share, chunk), axes)
 
 

@@ -116,7 +116,7 @@ def _logits(params: Any, hidden: jax.Array, run: Run) -> jax.Array:
 def empty_cache(config: Model, run: Run, batch: int, length: int) -> Cache:
     """For `batch` sequences of at most `length` tokens.
 
-    There is room for a multiple of `PAGE` tokens, because XLA may copy another number of keys and values in each step,
+    The cache has room for a multiple of `PAGE` tokens. With another number, XLA may copy keys and values in each step
     to pad them.
     """
     room = -(-length // PAGE) * PAGE
@@ -163,9 +163,7 @@ def decoder(config: Model, run: Run, length: int, temperature: float = 0.0) -> D
 
     def step(params: Any, tokens: jax.Array, cache: Cache, key: jax.Array) -> tuple[jax.Array, Cache | None]:
         if tokens.shape != (batch := cache.kept[0][0].shape[:1]):
-            raise ValueError(
-                f"decoder: tokens must have the shape {batch} of the cache's sequences, got {tokens.shape}"
-            )
+            raise ValueError(f"decoder: tokens must have shape [B] = {batch}, as the cache has, got {tokens.shape}")
         return next_token(params, tokens[:, None], cache, key)
 
     return Decoder(jax.jit(prefill), jax.jit(step, donate_argnums=2))

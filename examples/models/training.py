@@ -6,7 +6,6 @@ experts' products without a copy, but it copies a slice that must be converted f
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -102,13 +101,14 @@ def loss_of(
     hidden, _, aux = config.hidden(working, batch[:, :-1], run)
     targets = batch[:, 1:]
     spec = run.rows(*targets.shape)
+    axes = run.group.mesh.axis_names if spec else ()
     loss: Any = jax.shard_map(
-        partial(next_token_loss, axes=run.group.mesh.axis_names if spec else ()),
+        lambda x, head, targets, weight: next_token_loss(x, head, targets, axes=axes, weight=weight),
         mesh=run.group.mesh,
-        in_specs=(spec, P(), spec),
+        in_specs=(spec, P(), spec, P()),
         out_specs=P(),
-    )(hidden, working["head"], targets)
-    total = loss = loss * weight
+    )(hidden, working["head"], targets, jnp.float32(weight))
+    total = loss
     if balance:
         total += balance * aux.balance_loss.mean()
     if z:
@@ -148,10 +148,11 @@ def make_train_step(
     def train_step(state: TrainState, batches: jax.Array) -> tuple[TrainState, Metrics]:
         if batches.ndim != 3 or 0 in batches.shape or batches.shape[2] == 1:
             raise ValueError(
-                f"train_step: batches must be [M, B, S + 1] tokens with S of 1 or more, got {batches.shape}"
+                f"train_step: batches must have shape [M, B, S + 1] with M, B and S at least 1, got {batches.shape}"
             )
         with jax.named_scope("working copies"):
             working = cast(state.params, config, run.dtype)
+        # The weights make the mean of the micro-batches' means the mean over all predicted tokens.
         predicted = jnp.sum(batches[..., 1:] >= 0, axis=(1, 2)).astype(jnp.float32)
         weights = predicted / jnp.maximum(predicted.mean(), 1 / batches.shape[0])
         gradients, metrics = of_micro_batch(working, batches[0], weights[0])

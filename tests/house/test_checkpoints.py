@@ -161,7 +161,7 @@ def test_a_file_that_was_cut_off(left: int, tmp_path: Path, open_group: OpenGrou
     folder = spoiled(tmp_path, "qwen3_moe", lambda entries: None)
     file = max(folder.glob("model-*.safetensors"))
     file.write_bytes(file.read_bytes()[:left])
-    with pytest.raises(ValueError, match=rf"{file}: must have \d+ bytes, got \d+; is it whole"):
+    with pytest.raises(ValueError, match=rf"{file}: must have \d+ bytes, got \d+; was it cut off"):
         model.load(folder, config_of("qwen3_moe"), open_group(1))
 
 

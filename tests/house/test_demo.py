@@ -88,7 +88,7 @@ def test_a_picture_that_cannot_be_written(
     for out in (EXAMPLES, tmp_path / "none" / "x.png", tmp_path / "x.png"):
         with pytest.raises(SystemExit):
             demo.main([f"--out={out}"])
-        assert f"folder that exists and can be written to, got {out}" in capsys.readouterr().err
+        assert f"file that can be written, got {out}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("native")

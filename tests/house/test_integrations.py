@@ -384,11 +384,15 @@ def test_values_of_a_layer(
         ({"fsdp": "rows"}, "fsdp must be another axis"),
         *(
             ({name: None}, rf"options must be .*, got \['{name}'\]")
-            for name in ("shared_tokens", "shared_experts", "capacity_facto")
-        ),
-        *(
-            ({name: None}, rf"options must be .*, got \['{name}'\]")
-            for name in ("tokens", "expert_ids", "weights", "experts")
+            for name in (
+                "shared_tokens",
+                "shared_experts",
+                "capacity_facto",
+                "tokens",
+                "expert_ids",
+                "weights",
+                "experts",
+            )
         ),
         ({"group": None}, "group"),
     ],

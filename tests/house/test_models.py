@@ -114,7 +114,7 @@ def test_tokens_of_other_sequences_than_the_cache(shape: tuple[int, ...], open_g
     params = loaded("qwen3_moe", group)
     prefill, step = model.decoder(config, run_of(group), 6)
     _, cache = prefill(params, np.ones((4, 5), np.int32), key)
-    with pytest.raises(ValueError, match=r"tokens must have the shape \(4,\) of the cache's sequences, got "):
+    with pytest.raises(ValueError, match=r"tokens must have shape \[B\] = \(4,\), as the cache has, got "):
         step(params, np.zeros(shape, np.int32), cache, key)
 
 

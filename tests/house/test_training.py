@@ -136,16 +136,6 @@ def test_what_a_policy_recomputes(count: int, unroll: int, remat: str, times: in
     assert text.count('custom_call_target="jax_ep_dispatch"') == unroll * times
 
 
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "two": optax.multi_transform(
-        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)},
-        lambda params: jax.tree.map(lambda x: "adam" if x.ndim > 3 else "sgd", params),
-    ),
-}
-
-
 def test_16_bits_are_not_trained(open_group: OpenGroup) -> None:
     """Three steps of AdamW by 1e-5 would leave norms as they are."""
     params = model.load(FIXTURES / "qwen3_moe", config_of("qwen3_moe"), group := open_group(1))
@@ -158,8 +148,18 @@ def test_batches_of_no_tokens(shape: tuple[int, ...], open_group: OpenGroup) -> 
     config, optimizer, run = config_of("qwen3_moe"), optax.sgd(1.0), run_of(open_group(1))
     state = training.first_state(jax.random.key(0), config, optimizer, run)
     step = training.make_train_step(config, optimizer, run, state)
-    with pytest.raises(ValueError, match=r"train_step: batches must be \[M, B, S \+ 1\] tokens .*, got "):
+    with pytest.raises(ValueError, match=r"train_step: batches must have shape \[M, B, S \+ 1\] .*, got "):
         step(state, np.zeros(shape, np.int32))
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "two": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)},
+        lambda params: jax.tree.map(lambda x: "adam" if x.ndim > 3 else "sgd", params),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -253,7 +253,7 @@ def test_training_that_goes_on(rng: Rng, tmp_path: Path) -> None:
     [
         ("uint16", "uint32", r"tokens: tokens must be below 128, got \d+; is --dtype right"),
         ("int16", "int16", r"tokens: tokens must not be negative, got -\d+; is --dtype right"),
-        ("uint32", "float32", "--dtype must be of integers, got float32"),
+        ("uint32", "float32", "--dtype must be an integer dtype, got float32"),
     ],
 )
 def test_tokens_that_are_of_no_vocabulary(stored: str, dtype: str, match: str, rng: Rng, tmp_path: Path) -> None:
