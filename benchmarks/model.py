@@ -67,7 +67,7 @@ GROUPS = {  # of kernels: patterns for the kernel's name and its XLA metadata, o
     "passes over parameters": "working copies|accumulation|memcpy|memset|loop_broadcast|dynamic_update_slice",
     "experts' products": "jax_ep::gemm",
     "exchange": "jax_ep::",
-    "attention": "cudnn|fmha|dot_product_attention",
+    "attention": "cudnn|fmha|dot_product_attention|bgmd|bgms",
     "dense products": "nvjet|gemm|cutlass|dot_general",
     "collectives": "nccl",
 }

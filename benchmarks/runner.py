@@ -103,10 +103,10 @@ def main(what: str, bench: Bench, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
-    if options.json is not None:
-        folder = options.json.absolute().parent if options.json.name else Path.cwd()
-        if (options.json.name and options.json.is_dir()) or not os.access(folder, os.W_OK):
-            parser.error(f"--json must be a file in a folder that exists and can be written to, got {options.json}")
+    if options.json is not None and jax.process_index() == 0:
+        path = options.json.absolute()
+        if (options.json.name and path.is_dir()) or not os.access(path if path.exists() else path.parent, os.W_OK):
+            parser.error(f"--json must be a file that can be written, got {options.json}")
     with bench.open(options) or contextlib.nullcontext() as group:
         show: Callable[..., None] = print if jax.process_index() == 0 else lambda *_, **__: None
         mesh = group.mesh if group is not None else Mesh(np.array(jax.devices()[:1]), ("one",))

@@ -39,7 +39,7 @@ class Tokens:
 
     def __init__(self, path: Path, dtype: str, seed: int, vocabulary: int):
         if not np.issubdtype(np.dtype(dtype), np.integer):
-            raise ValueError(f"--dtype must be of integers, got {dtype}")
+            raise ValueError(f"--dtype must be an integer dtype, got {dtype}")
         self.path, self.tokens = path, np.memmap(path, dtype, "r")
         self.seed, self.vocabulary = seed, vocabulary
 

@@ -161,8 +161,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.steps < 2:
         parser.error("--steps must be at least 2")
-    if options.out.is_dir() or not os.access(options.out.absolute().parent, os.W_OK):
-        parser.error(f"--out must be a file in a folder that exists and can be written to, got {options.out}")
+    out = options.out.absolute()
+    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        parser.error(f"--out must be a file that can be written, got {options.out}")
 
     config, text = moe_lm.Config(), load_bytes()
     show: Callable[[str], None] = partial(print, flush=True) if jax.process_index() == 0 else lambda _: None
