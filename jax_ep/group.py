@@ -44,7 +44,7 @@ class Group:
     Args:
       mesh: the mesh of `jax.shard_map`: the same axes and devices, in the same order. Other axes raise an error when an
         op is traced, devices in another order when its kernels are lowered. Over an AbstractMesh their order is not
-        checked, because JAX does not tell it.
+        checked, because JAX does not pass it on.
       axis_name: the axis whose devices exchange tokens; or several, such as ("context", "expert"), whose ranks are
         numbered with the last axis running fastest, as `jax.lax.axis_index` of the same tuple does.
       across_nodes: if True, the axes before the last one cross *nodes*: kernels exchange along the last axis, XLA's

@@ -92,7 +92,7 @@ def _place_runs(ids: Any, runs_of: Any, below_of: Any, starts: Any, different: A
         return sums[0] + jnp.where(of < block, there, 0), sums[1] + there, sums[2] + below
 
     zeros = jnp.zeros(chunk, jnp.int32)
-    sums = jax.lax.fori_loop(0, pl.cdiv(blocks, chunk), add, (zeros, zeros, zeros))
+    sums = jax.lax.fori_loop(np.int32(0), np.int32(pl.cdiv(blocks, chunk)), add, (zeros, zeros, zeros))
     earlier, found, end = (jnp.sum(x, dtype=jnp.int32) for x in sums)
     upto = earlier + jnp.cumsum(first, dtype=jnp.int32)  # runs that begin here or before
     place = jnp.where(first, upto - 1, found + at - upto)

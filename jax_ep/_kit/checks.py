@@ -98,7 +98,8 @@ def to_int32(indices: jax.Array | np.ndarray) -> jax.Array:
 
 
 def within_32_bits(indices: jax.Array | np.ndarray) -> jax.Array:
-    """As `to_int32`, in the dtype of `indices` if jax has it: without x64 jnp would cut 64 bits to 32."""
+    """`indices` clamped to the range of int32. Their dtype stays, unless jax lacks it: without x64, jnp cuts 64-bit
+    values."""
     at = jnp if isinstance(indices, jax.Array) else np
     held, info = jnp.iinfo(np.int32), jnp.iinfo(indices.dtype)
     if info.min < held.min or info.max > held.max:

@@ -65,7 +65,7 @@ class MoeMlp(nnx.Module):
       param_dtype: of the parameters. The products of the experts are in the dtype of x, the logits in float32.
       rngs: its stream "params" draws the parameters.
       options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`, but not
-        `shared_tokens` and `shared_experts`.
+        `shared_tokens` or `shared_experts`.
 
     Raises:
       ValueError, TypeError, JaxEpError: as for `jax_ep.moe_mlp`.
@@ -90,7 +90,7 @@ class MoeMlp(nnx.Module):
         if not isinstance(group, Group):
             raise TypeError(f"MoeMlp: group must be an open jax_ep.Group, got {checks.describe(group)}")
         sizes = {"hidden": hidden, "width": width, "num_experts": num_experts, "top_k": top_k}
-        for name, size in sizes.items():  # also because `_drawer` takes 8.0 for 8
+        for name, size in sizes.items():  # first of all, because the cache of `_drawer` takes 8.0 for 8
             checks.check_int("MoeMlp", name, size)
         checks.check_one_of("MoeMlp", "score", score, Score)
         if fsdp is not None and (fsdp not in group.mesh.axis_names or fsdp in checks.axes_of(group.axis_name)):

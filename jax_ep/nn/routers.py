@@ -234,15 +234,18 @@ def _weights(how: _How, log_scores: jax.Array, expert_ids: jax.Array) -> jax.Arr
     return shares(of_chosen, valid) if how.renormalize else jnp.where(valid, jnp.exp(of_chosen), 0)
 
 
+def _by_group(groups: Groups, scores: jax.Array) -> jax.Array:
+    return scores.reshape(scores.shape[0], groups.total, scores.shape[1] // groups.total)  # -1 fails without tokens
+
+
 def _best_groups(groups: Groups, scores: jax.Array) -> jax.Array:
-    by_group = scores.reshape(scores.shape[0], groups.total, scores.shape[1] // groups.total)
+    by_group = _by_group(groups, scores)
     worth = jax.lax.top_k(by_group, min(groups.best, by_group.shape[2]))[0].sum(axis=-1)
     return jax.nn.one_hot(jax.lax.top_k(worth, groups.kept)[1], groups.total, dtype=jnp.bool).any(axis=1)
 
 
 def _within(groups: Groups, scores: jax.Array, kept: jax.Array) -> jax.Array:
-    by_group = scores.reshape(scores.shape[0], groups.total, scores.shape[1] // groups.total)
-    return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
+    return jnp.where(kept[:, :, None], _by_group(groups, scores), -jnp.inf).reshape(scores.shape)
 
 
 def is_expert(expert_ids: jax.Array, num_experts: int) -> jax.Array:

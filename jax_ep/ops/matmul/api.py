@@ -172,7 +172,7 @@ def ragged_dot_general(
 
 
 def to_sizes(op: str, group_sizes: jax.Array | np.ndarray, most: int) -> jax.Array:
-    """int32. Sizes that are known when traced are clipped to `most`, so that their sum is below 2^31."""
+    """int32. Sizes that are known when traced are clipped to `most`, so that few large ones do not overflow the sum."""
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else np.asarray(group_sizes)
     checks.check_array(op, "group_sizes", sizes, dtype=np.integer)
     if not isinstance(sizes, jax.Array):

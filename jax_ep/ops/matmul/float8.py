@@ -94,7 +94,7 @@ def ragged_dot(
     else:
         checks.check_array(op, "rhs", rhs, "[G, K, N]", checks.TOKEN_DTYPES)
         check_blocks(op, "rhs", rhs.shape[1:])
-    checks.check_array(op, "group_sizes", group_sizes, "[G]", np.integer, shape=rhs.shape[:1])
+    checks.check_array(op, "group_sizes", group_sizes, "[G]", shape=rhs.shape[:1])
     if isinstance(lhs, Float8Rows):
         rhs = as_float8_weights(rhs)
         dtype = _check_operands(op, lhs, rhs, preferred_element_type, ndim=3)

@@ -100,7 +100,7 @@ class Unit(NamedTuple):
           parameters: as returned by `closed_over`.
         """
         parts = jnp.split(products[0], 2, axis=1) if self.splits else products
-        # Of no rows, `jnp.where` has the type of its second operand, which may vary over no axis.
+        # Without rows, `jnp.where` has the type of its second operand, which may vary over no axis.
         made, _ = vary.vary_alike(None, self.function(*parts, *parameters), parts)
         return made.astype(products[0].dtype)
 

@@ -61,7 +61,7 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _read(table: jax.Array, ids: jax.Array) -> jax.Array:
-    at = checks.to_int32(ids)  # JAX would cut ids of 64 bits to 32
+    at = checks.to_int32(ids)  # JAX cuts 64-bit ids to 32 bits
     return jnp.asarray(table).at[at].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 

@@ -123,7 +123,7 @@ def by_rows(optimizer: Transform) -> RowOptimizer:
 
     def update_one(rows: SparseRows, state: Tree, table: jax.Array | None = None) -> tuple[SparseRows, Tree]:
         layout = checked("update", rows, state, table)
-        state, table = jax.tree.map(jnp.asarray, (state, table))  # of a checkpoint they may be numpy's
+        state, table = jax.tree.map(jnp.asarray, (state, table))  # a checkpoint may restore them as numpy arrays
         rows = with_different_ids(rows)
         places = rows.places
 
