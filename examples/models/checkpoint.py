@@ -27,6 +27,7 @@ BLOCK = 128  # rows and columns of a matrix in float8 that share a scale
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # a checkpoint without an index
 
 # Fields of config.json that change nothing that is computed here.
 HARMLESS = {
@@ -192,7 +193,7 @@ class Tensors:
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
         index = self.folder / INDEX
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SINGLE}
         self.header: dict[str, tuple[Path, int, Any]] = {}
         for file in sorted(self.folder / name for name in files):
             size = file.stat().st_size
@@ -316,8 +317,8 @@ def _load_one(one: Parameter, tensors: Tensors, sharding: NamedSharding, dtype: 
 def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]) -> None:
     """Writes a checkpoint in the dtype of the parameters: one file for each layer, and one for what is of none.
 
-    All processes call it; the first one writes. Weights that were loaded from MXFP4 are written as the floats that they
-    became. If some are in float8, config.json says which are not.
+    All processes call it; the first one writes. It replaces a checkpoint that is in the folder. Weights that were
+    loaded from MXFP4 are written as the floats that they became. If some are in float8, config.json says which are not.
 
     Raises:
       ValueError: the parameters are not those of the layout. Nothing was written.
@@ -363,3 +364,4 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
     if writes:
         (folder / "config.json").write_text(json.dumps(config, indent=1))
         (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
+        (folder / SINGLE).unlink(missing_ok=True)  # transformers would prefer it to the index
