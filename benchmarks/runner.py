@@ -103,12 +103,13 @@ def main(what: str, bench: Bench, arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error(f"--repeats must be at least 1, got {options.repeats}")
-    if options.json is not None and jax.process_index() == 0:
-        path = options.json.absolute()
-        if (options.json.name and path.is_dir()) or not os.access(path if path.exists() else path.parent, os.W_OK):
-            parser.error(f"--json must be a file that can be written, got {options.json}")
     with bench.open(options) or contextlib.nullcontext() as group:
-        show: Callable[..., None] = print if jax.process_index() == 0 else lambda *_, **__: None
+        first = jax.process_index() == 0  # which starts the backend, so `open` comes before
+        if first and options.json is not None:
+            path = options.json.absolute()
+            if (options.json.name and path.is_dir()) or not os.access(path if path.exists() else path.parent, os.W_OK):
+                parser.error(f"--json must be a file that can be written, got {options.json}")
+        show: Callable[..., None] = print if first else lambda *_, **__: None
         mesh = group.mesh if group is not None else Mesh(np.array(jax.devices()[:1]), ("one",))
         run, kept = Run(options, mesh, group), []
         how = "one device" if group is None else repr(group._resolve("bench", "auto", serves_nodes=True))
@@ -126,7 +127,7 @@ def main(what: str, bench: Bench, arguments: Sequence[str]) -> int:
     for line in run.noted:
         show("-", line)
     result["notes"] += run.noted
-    if options.json is not None and jax.process_index() == 0:
+    if first and options.json is not None:
         if options.commit:
             result["commit"] = options.commit
         name = f"{machine(result['hardware'])}-{what.replace('_', '-')}.json"
