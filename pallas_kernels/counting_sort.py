@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import check_array
+from jax_ep.pallas_kernels.tiles import power_of_two
 
 # A program places few ids and compares them with many at once. 1,024 ids in 128 groups take 1.8 us; with 64 and 64 ids
 # they take 17.7 us (one H200).
@@ -53,7 +54,7 @@ def _sort(groups: int, interpret: bool, ids: jax.Array) -> tuple[jax.Array, jax.
 def _place(ids: Any, place: Any, order: Any, sizes: Any) -> None:
     """A program places a block of ids, and counts the ids of a block of groups."""
     (count,), (groups,) = ids.shape, sizes.shape
-    at_once = min(pl.next_power_of_2(count), MOST_AT_ONCE)
+    at_once = min(power_of_two(count), MOST_AT_ONCE)
     mine = pl.program_id(0) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
     own = _load(ids, mine, groups)[:, None]
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
-from jax_ep.pallas_kernels.tiles import power_of_two
+from jax_ep.pallas_kernels.tiles import ceil_div, power_of_two
 from jax_ep.pallas_kernels.varying import vary_alike
 
 ZERO_ROW = -1  # an index. Any other outside the operand gives a row of NaN
@@ -216,16 +216,11 @@ def _ends(group_sizes: jax.Array, rows: int) -> jax.Array:
     return jnp.minimum(jnp.cumsum(sizes), rows).astype(jnp.int32)
 
 
-def _steps(length: jax.Array, size: int) -> jax.Array:
-    """int32: `length` in steps of `size`, also with 64-bit ints."""
-    return jax.lax.div(length + (size - 1), jnp.int32(size))
-
-
 def _tiles(group_sizes: jax.Array, rows: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each program its group, its first row and the end of its rows. Group G has the rows after the last group."""
     ends = jnp.append(_ends(group_sizes, rows), rows)
     begins = jnp.append(0, ends[:-1])
-    tiles = _steps(ends - begins, height)
+    tiles = ceil_div(ends - begins, height)
     last_tiles = jnp.cumsum(tiles)
     program = jnp.arange((rows + ends.size * (height - 1)) // height, dtype=jnp.int32)
     group = jnp.minimum((last_tiles[None, :] <= program[:, None]).sum(axis=1, dtype=jnp.int32), ends.size - 1)
@@ -336,7 +331,7 @@ def _outer_tile(
         return total + _dot(a.T, b, precision)
 
     zeros = jnp.zeros((tiling.rows, tiling.columns), jnp.float32)
-    total = jax.lax.fori_loop(np.int32(0), _steps(end - begin, tiling.depth), step, zeros)
+    total = jax.lax.fori_loop(np.int32(0), ceil_div(end - begin, tiling.depth), step, zeros)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     triton.store(out.at[group, row[:, None], column[None, :]], total.astype(out.dtype), mask=mask)
 

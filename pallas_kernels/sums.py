@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from jax_ep.pallas_kernels.call import call_kernel, triton
 from jax_ep.pallas_kernels.checks import FLOATS, check_array
-from jax_ep.pallas_kernels.tiles import power_of_two, store_rows
+from jax_ep.pallas_kernels.tiles import ceil_div, power_of_two, store_rows
 from jax_ep.pallas_kernels.varying import vary_alike
 
 PART = 32  # entries
@@ -294,7 +294,7 @@ def _sum_further_parts(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
     first = jnp.where(inside, window, 0) * PART
     segment, begin, end = _long_segment(refs["starts"], first, entries)
     triton.store(owner.at[window], segment, mask=inside)
-    part = begin + _parts(first - begin) * PART
+    part = begin + ceil_div(first - begin, PART) * PART
     found = inside & (segment >= 0) & (part > begin) & (part < end)
     size = jnp.where(found, jnp.minimum(end - part, PART), 0)
     store_rows(further, found, window, column, _sum_parts(refs, part, size, column, cut.ahead))
@@ -309,7 +309,7 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
     inside = window < windows
     segments = triton.load(refs["owner"].at[jnp.where(inside, window, 0)], mask=inside, other=-1)
     begins, ends = _bounds(refs["starts"], jnp.maximum(segments, 0), entries)
-    found = (segments >= 0) & (window == _parts(begins))
+    found = (segments >= 0) & (window == ceil_div(begins, PART))
     column = _columns(cut.columns)
 
     def add_up(i: Any, nothing: None) -> None:
@@ -317,7 +317,7 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
         segment, begin, end = (
             jnp.sum(jnp.where(found & (lane == i), x, 0), dtype=jnp.int32) for x in (segments, begins, ends)
         )
-        first, parts = jax.lax.div(begin, jnp.int32(PART)), _parts(end - begin)  # no parts without a segment
+        first, parts = jax.lax.div(begin, jnp.int32(PART)), ceil_div(end - begin, PART)  # no parts without a segment
         finish = epilogue(refs, outs, segment[None], (parts > 0)[None], column)
 
         def load(ref: Any, part: Any) -> jax.Array:
@@ -331,15 +331,10 @@ def _sum_long_segments(refs: dict[str, Any], outs: Any, *, entries: int, cut: Cu
                 total += each
             return total
 
-        total = jax.lax.fori_loop(0, _parts(jnp.maximum(parts - 1, 0), cut.ahead), add, load(refs["firsts"], 0))
+        total = jax.lax.fori_loop(0, ceil_div(jnp.maximum(parts - 1, 0), cut.ahead), add, load(refs["firsts"], 0))
         finish(total[None, :])
 
     jax.lax.fori_loop(0, jnp.max(jnp.where(found, lane + 1, 0)), add_up, None)
-
-
-def _parts(entries: jax.Array, size: int = PART) -> jax.Array:
-    """int32: the parts of `entries` entries, also with 64-bit ints."""
-    return jax.lax.div(entries + (size - 1), jnp.int32(size))
 
 
 def _columns(count: int) -> jax.Array:
@@ -405,4 +400,4 @@ def _sum_parts(refs: dict[str, Any], begin: jax.Array, size: jax.Array, column: 
         return total
 
     zeros = jnp.zeros((begin.shape[0], column.shape[0]), jnp.float32)
-    return jax.lax.fori_loop(0, _parts(jnp.max(size), ahead), add, zeros)
+    return jax.lax.fori_loop(0, ceil_div(jnp.max(size), ahead), add, zeros)

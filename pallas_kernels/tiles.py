@@ -13,6 +13,11 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def ceil_div(count: jax.Array, size: int) -> jax.Array:
+    """int32 of `count` int32, also with 64-bit ints, where `pl.cdiv` mixes dtypes."""
+    return jax.lax.div(count + (size - 1), jnp.int32(size))
+
+
 def store_rows(ref: Any, mask: jax.Array, row: jax.Array, column: jax.Array, values: jax.Array) -> None:
     """Writes `values` [R, C] to the rows [R] where `mask` [R] is set, and the columns [C] that the array has."""
     rows, width = ref.shape
