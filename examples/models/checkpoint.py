@@ -335,7 +335,7 @@ def save(folder: Path | str, params: Any, layout: Layout, config: dict[str, Any]
         if value.shape != one.shape or value.dtype not in dtypes:
             raise ValueError(
                 f"save: the parameter of {one.name} must have shape {one.shape} and one of the dtypes "
-                f"{[np.dtype(dtype).name for dtype in dtypes]}, got {value.dtype}{list(value.shape)}"
+                f"{[dtype.name for dtype in dtypes]}, got {value.dtype}{list(value.shape)}"
             )
     numbers = sorted({one.first + layer for one, _ in pairs for layer in range(one.layers or 0)})
     weight_map: dict[str, str] = {}
