@@ -213,8 +213,14 @@ def _by_xla(
 ) -> jax.Array:
     lhs, rhs = dense_rows(left), dense_rows(right)
     if kind == "contracted":
-        return jax.lax.ragged_dot_general(lhs, rhs, group_sizes, _CONTRACT_ROWS, precision, dtype)
-    return jax.lax.ragged_dot(lhs, rhs.swapaxes(1, 2) if kind == "transposed" else rhs, group_sizes, precision, dtype)
+        product = partial(jax.lax.ragged_dot_general, ragged_dot_dimension_numbers=_CONTRACT_ROWS)
+    else:
+        product, rhs = jax.lax.ragged_dot, rhs.swapaxes(1, 2) if kind == "transposed" else rhs
+    options = {"precision": precision, "preferred_element_type": dtype}
+    if not group_sizes.size:  # XLA for GPUs does not compile it, or crashes
+        out = jax.eval_shape(partial(product, **options), lhs, rhs, group_sizes)
+        return jnp.zeros_like(lhs, out.dtype, shape=out.shape)
+    return product(lhs, rhs, group_sizes, **options)
 
 
 def lhs_gradient(cotangent: Rows, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
