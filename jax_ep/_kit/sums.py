@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jax_ep import pallas_kernels
+from jax_ep._kit import checks
 from jax_ep._kit.batches import by_kernel_on_gpus
 from jax_ep._kit.checks import PyTree
 from jax_ep._kit.linear import linear
@@ -47,7 +48,7 @@ def sum_segments(rows: jax.Array, segments: Segments, dtype: DTypeLike) -> jax.A
 
     def by_kernel(rows: jax.Array, segments: Segments, interpret: bool) -> jax.Array:
         _, starts, order = segments
-        return pallas_kernels.sum_segments(rows, starts, order=order, dtype=dtype, interpret=interpret)
+        return _by_pallas(rows, starts, dtype, order=order, interpret=interpret)
 
     def back(segments: Segments, cotangent: jax.Array) -> jax.Array:
         taken = _read(cotangent, segments.of).astype(like)
@@ -69,7 +70,23 @@ def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any, weights:
     """
     if not (count and rows.size):
         return jnp.zeros_like(rows, dtype, shape=(count, rows.shape[1]))
-    return _sum_by_ids(count, np.dtype(dtype), ids, rows, weights)
+    sums = _sums_of_rows if weights is None else _sum_by_ids
+    return sums(count, np.dtype(dtype), ids, rows, weights)
+
+
+def _sums_of_rows(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`_sum_by_ids` as a linear function of the rows."""
+    like = rows.dtype
+
+    def forward(residuals: tuple[jax.Array, jax.Array | None], rows: jax.Array) -> jax.Array:
+        ids, weights = residuals
+        return _sum_by_ids(count, dtype, ids, rows, weights)
+
+    def back(residuals: tuple[jax.Array, jax.Array | None], cotangent: jax.Array) -> jax.Array:
+        ids, weights = residuals
+        return _times(_read(cotangent, ids), weights).astype(like)
+
+    return linear(forward, back, (ids, weights), rows)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -82,8 +99,7 @@ def _sum_by_ids(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, we
         ids, order = sorted_with_order(jnp.where((ids >= 0) & (ids < count), ids, count).astype(narrow))
         starts = places_in_sorted(ids, jnp.arange(count + 1, dtype=jnp.int32))
         sorted_weights = weights[0][order] if weights else None
-        options = {"order": order, "weights": sorted_weights}
-        return pallas_kernels.sum_segments(rows, starts, dtype=dtype, interpret=interpret, **options)
+        return _by_pallas(rows, starts, dtype, order=order, weights=sorted_weights, interpret=interpret)
 
     return by_kernel_on_gpus(by_kernel, by_xla)(ids, rows, *([] if weights is None else [weights]))
 
@@ -94,10 +110,6 @@ def _sum_by_ids_jvp(count: int, dtype: np.dtype, primals: PyTree, tangents: PyTr
     (ids, rows, weights), (_, d_rows, d_weights) = primals, tangents
     of = partial(_sum_by_ids, count, dtype)
 
-    def to_rows(residuals: list[jax.Array], cotangent: jax.Array) -> jax.Array:
-        ids, *weights = residuals
-        return _times(_read(cotangent, ids), *weights).astype(rows.dtype)
-
     def to_weights(residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> jax.Array:
         ids, rows = residuals
         products = _read(cotangent, ids).astype(jnp.float32) * rows.astype(jnp.float32)
@@ -105,8 +117,7 @@ def _sum_by_ids_jvp(count: int, dtype: np.dtype, primals: PyTree, tangents: PyTr
 
     moved = []
     if not isinstance(d_rows, SymbolicZero):
-        kept = [ids] if weights is None else [ids, weights]
-        moved.append(linear(lambda kept, x: of(kept[0], x, *kept[1:] or [None]), to_rows, kept, d_rows))
+        moved.append(_sums_of_rows(count, dtype, ids, d_rows, weights))
     if weights is not None and not isinstance(d_weights, SymbolicZero):
         moved.append(linear(lambda kept, x: of(*kept, x), to_weights, (ids, rows), d_weights))
     return of(*primals), sum(moved[1:], moved[0])
@@ -172,6 +183,16 @@ def places_in_sorted(union: jax.Array, ids: jax.Array) -> jax.Array:
 
 def _segment_sum(rows: jax.Array, of: jax.Array, count: int, dtype: DTypeLike, are_sorted: bool = False) -> jax.Array:
     return jax.ops.segment_sum(rows.astype(jnp.float32), of, count, are_sorted, mode="drop").astype(dtype)
+
+
+def _by_pallas(rows: jax.Array, starts: jax.Array, dtype: DTypeLike, **options: Any) -> jax.Array:
+    """`pallas_kernels.sum_segments`. It has no float64, and the sums are in float32 on every platform."""
+
+    def known(given: Any) -> Any:
+        return given if np.dtype(given) in checks.TOKEN_DTYPES else jnp.float32
+
+    summed = pallas_kernels.sum_segments(rows.astype(known(rows.dtype)), starts, dtype=known(dtype), **options)
+    return summed.astype(dtype)
 
 
 def _times(rows: jax.Array, weights: jax.Array | None = None) -> jax.Array:
