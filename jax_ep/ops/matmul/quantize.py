@@ -33,7 +33,7 @@ def quantize_rows(rows: jax.Array) -> Float8Rows:
 def quantize_weights(weights: jax.Array) -> Float8Weights:
     """Matrices [K, N] or [G, K, N] of bfloat16, float16 or float32 as `Float8Weights`: a scale per 128 x 128 weights.
 
-    The bits are transposed.
+    The bits are transposed. Matrices of more than 2 GiB are quantized in parts, with up to twice the memory.
 
     Raises:
       ValueError, TypeError: K or N is no multiple of 128, or the dtype is another.

@@ -159,7 +159,8 @@ def combine(
     """For each token of this rank, the weighted sum of its experts' output rows.
 
     Each rank sums its rows of a token in float32 and sends one row. The token's rank adds these sums in float32, in
-    rank order. Equal inputs give equal bits. Differentiable in `expert_outputs` and in `routing.weights`.
+    rank order. Equal inputs give equal bits. Differentiable in `expert_outputs` and in `routing.weights`. Errors and
+    profiles name the gradient's op "scatter".
 
     Args:
       expert_outputs: [C, H'] bfloat16, float16 or float32: one row per row of `Dispatched.rows`. H' is free.

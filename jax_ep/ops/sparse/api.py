@@ -53,7 +53,8 @@ def sparse_all_reduce(
       op: "sum"; "mean", the sum divided by the number of ranks; or "mean_by_count", the sum of a row divided by the
         number of the row's entries.
       sharded: the result of rank r holds only the rows in [r B, (r + 1) B), where B = ceil(num_rows / ranks).
-        Otherwise all ranks have the same result, which does not vary over the group's axis.
+        Its gradient gathers the cotangents of all ranks. Otherwise all ranks have the same result, which does not vary
+        over the group's axis.
       method: "bitmap" finds places by prefix sums over a bitmap of the table's rows, "match" by sorting the ids of all
         ranks and searching each id, with the same results. "auto": "bitmap" if the bitmap has at most 4 MiB or an
         eighth of the bytes of all ranks' rows. "xla" and groups across nodes always use "match".
