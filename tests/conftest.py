@@ -5,6 +5,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import environment  # noqa: F401 - before jax
 import jax
@@ -44,6 +45,20 @@ def pytest_configure(config: pytest.Config) -> None:
         flags.insert(0, "--xla_cpu_use_fusion_emitters=false")
     if not config.getoption("nightly"):
         os.environ["XLA_FLAGS"] = " ".join(flags)
+    if cache := getattr(config, "cache", None):  # `-p no:cacheprovider` has none
+        keep_programs(cache.mkdir("programs"))
+
+
+def keep_programs(folder: Path) -> None:
+    """No test compiles what another test, or an earlier run, has compiled. `--cache-clear` empties the folder."""
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # of processes that a test starts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
