@@ -62,6 +62,7 @@ class MoeMlp(nnx.Module):
       score: "softmax" or "sigmoid": the router is `jax_ep.nn.softmax_top_k` or `jax_ep.nn.sigmoid_top_k`.
       router_options: further arguments of the router, such as {"scale": 2.5}.
       activation: as for `jax_ep.Experts`.
+      use_bias: whether biases are added to the logits and to the experts' products, as in GPT-OSS. They begin at 0.
       param_dtype: of the parameters. The products of the experts are in the dtype of x, the logits in float32.
       rngs: its stream "params" draws the parameters.
       options: further arguments of `jax_ep.moe_mlp`, such as `capacity_factor` and `implementation`, but not
@@ -83,6 +84,7 @@ class MoeMlp(nnx.Module):
         score: Score = "softmax",
         router_options: dict[str, Any] | None = None,
         activation: ActivationName | Activation | ClampedSwiglu | Gated = "silu",
+        use_bias: bool = False,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
         **options: Any,
@@ -93,6 +95,7 @@ class MoeMlp(nnx.Module):
         for name, size in sizes.items():  # first of all, because the cache of `_drawer` takes 8.0 for 8
             checks.check_int("MoeMlp", name, size)
         checks.check_one_of("MoeMlp", "score", score, Score)
+        checks.check_bool("MoeMlp", "use_bias", use_bias)
         if fsdp is not None and (fsdp not in group.mesh.axis_names or fsdp in checks.axes_of(group.axis_name)):
             raise ValueError(f"MoeMlp: fsdp must be another axis of the mesh than the group's, got {fsdp!r}")
         if fsdp is not None and hidden % group.mesh.shape[fsdp]:
@@ -109,14 +112,25 @@ class MoeMlp(nnx.Module):
         self.options = nnx.static(tuple(options.items()))
         ep = group.axis_name
 
+        def param(x: jax.Array, spec: P) -> nnx.Param:
+            return nnx.Param(x, out_sharding=tuple(spec), mesh=group.mesh)
+
         def drawn(*shape: int, spec: P) -> nnx.Param:
             draw = _drawer(shape, jnp.dtype(param_dtype), NamedSharding(group.mesh, spec))
-            return nnx.Param(draw(rngs.params()), out_sharding=tuple(spec), mesh=group.mesh)
+            return param(draw(rngs.params()), spec)
+
+        def bias(*shape: int, spec: P) -> nnx.Param | None:
+            if not use_bias:
+                return None
+            return param(jax.device_put(jnp.zeros(shape, param_dtype), NamedSharding(group.mesh, spec)), spec)
 
         self.router = drawn(hidden, num_experts, spec=P(fsdp))
         self.gate = drawn(num_experts, hidden, width, spec=P(ep, fsdp))
         self.up = drawn(num_experts, hidden, width, spec=P(ep, fsdp))
         self.down = drawn(num_experts, width, hidden, spec=P(ep, None, fsdp))
+        self.router_bias = bias(num_experts, spec=P())
+        self.gate_bias, self.up_bias = (bias(num_experts, width, spec=P(ep)) for _ in range(2))
+        self.down_bias = bias(num_experts, hidden, spec=P(ep))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, MoeAux]:
         group, axes = self.group, self.group.mesh.axis_names
@@ -126,9 +140,13 @@ class MoeMlp(nnx.Module):
             shape = f"[B, ..., {hidden}] where B is a multiple of the {devices} devices of the mesh"
             raise ValueError(f"MoeMlp: x must have shape {shape}, got {x.shape}")
 
-        def per_device(x: jax.Array, router: jax.Array, experts: Experts) -> tuple[jax.Array, MoeAux]:
+        def per_device(
+            x: jax.Array, router: jax.Array, bias: jax.Array | None, experts: Experts
+        ) -> tuple[jax.Array, MoeAux]:
             tokens = x.reshape(-1, x.shape[-1])
             logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
+            if bias is not None:
+                logits += bias.astype(jnp.float32)
             ids, weights = route(logits, self.top_k, **dict(self.router_options))
             out, stats = moe_mlp(tokens, ids, weights, experts, group=group, **dict(self.options))
             aux = MoeAux(
@@ -142,11 +160,16 @@ class MoeMlp(nnx.Module):
         def placed(x: jax.Array, spec: P) -> jax.Array:  # Auto axes need nothing
             return jax.sharding.reshard(x, NamedSharding(group.mesh, spec)) if explicit else x
 
+        def cast(*params: nnx.Param | None) -> tuple[Any, ...]:
+            return tuple(None if each is None else placed(each[...].astype(x.dtype), by_expert) for each in params)
+
         explicit = group.mesh.are_all_axes_explicit
         rows, by_expert = P(axes), P(group.axis_name)
-        gate, up, down = (placed(each[...].astype(x.dtype), by_expert) for each in (self.gate, self.up, self.down))
-        experts = Experts(gate=gate, up=up, down=down, activation=self.activation)
-        specs = {"in_specs": (rows, P(), by_expert), "out_specs": (rows, P())}
+        gate, up, down = cast(self.gate, self.up, self.down)
+        biases = cast(self.gate_bias, self.up_bias, self.down_bias)
+        experts = Experts(gate=gate, up=up, down=down, biases=biases, activation=self.activation)
+        router_bias = None if self.router_bias is None else placed(self.router_bias[...], P())
+        specs = {"in_specs": (rows, P(), P(), by_expert), "out_specs": (rows, P())}
         layer = jax.shard_map(per_device, mesh=group.mesh, **specs)
-        out, aux = layer(placed(x, rows), placed(self.router[...], P()), experts)
+        out, aux = layer(placed(x, rows), placed(self.router[...], P()), router_bias, experts)
         return (placed(out, jax.typeof(x).sharding.spec) if explicit else out), aux

@@ -344,9 +344,10 @@ def text(step: int) -> np.ndarray:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("made", ["eagerly", "in jit"])
+@pytest.mark.parametrize("use_bias", [False, True])
 @pytest.mark.matrix(1)
 def test_values_of_a_layer(
-    axis_type: AxisType, score: Score, made: str, implementation: Implementation, rng: Rng
+    axis_type: AxisType, score: Score, made: str, use_bias: bool, implementation: Implementation, rng: Rng
 ) -> None:
     mesh = helpers.mesh_of(fsdp=2, ep=2)
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * 2)
@@ -354,19 +355,27 @@ def test_values_of_a_layer(
     with Group(mesh, "ep", timeout=30) as group:
 
         def make() -> MoeMlp:
-            options = {"group": group, "fsdp": "fsdp", "implementation": implementation}
+            options = {"group": group, "fsdp": "fsdp", "implementation": implementation, "use_bias": use_bias}
             return MoeMlp(16, 24, 8, 2, score=score, router_options={"scale": 2.0}, rngs=nnx.Rngs(0), **options)
 
         layer = nnx.jit(make)() if made == "in jit" else make()
         parameters = layer.router, layer.gate, layer.up, layer.down
         assert [each[...].size // each[...].addressable_shards[0].data.size for each in parameters] == [2, 4, 4, 4]
+        biases = [layer.router_bias, layer.gate_bias, layer.up_bias, layer.down_bias]
+        for each, parts in zip(biases, (1, 2, 2, 2), strict=True):
+            if each is not None:
+                assert not each[...].any()
+                each[...] = jax.device_put(draw(rng, *each[...].shape), each[...].sharding)
+                assert each[...].size // each[...].addressable_shards[0].data.size == parts
         placed = jax.device_put(x, NamedSharding(mesh, P("ep")))  # the layer shards it over both axes
         out, aux = helpers.fetch(nnx.jit(lambda layer, x: layer(x))(layer, placed))
         router, *matrices = (np.asarray(each[...]) for each in parameters)
+        router_bias, gate, up, down = (None if each is None else np.asarray(each[...])[None] for each in biases)
     tokens = x.reshape(1, -1, 16)
-    ids, weights = moe_oracle.routed((tokens[0] @ router).astype(np.float64), 2, score)
+    logits = tokens[0] @ router + (0 if router_bias is None else router_bias)
+    ids, weights = moe_oracle.routed(logits.astype(np.float64), 2, score)
     operands = moe_oracle.Layer(tokens, 2 * weights[None], *(each[None] for each in matrices))
-    expected, _ = moe_oracle.gated_experts(operands, ids[None], np.zeros_like(tokens))
+    expected, _ = moe_oracle.gated_experts(operands, ids[None], np.zeros_like(tokens), (gate, up, down))[:2]
     np.testing.assert_allclose(out, expected[0].reshape(x.shape), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(aux.load, np.bincount(ids.ravel(), minlength=8))
     assert aux.dropped == 0
@@ -380,6 +389,7 @@ def test_values_of_a_layer(
         *(({name: 0}, f"{name} must be at least 1") for name in ("hidden", "width", "num_experts", "top_k")),
         ({"hidden": 15, "fsdp": "fsdp"}, "hidden must be a multiple of the 2 devices along fsdp, got 15"),
         ({"score": "tanh"}, "score"),
+        ({"use_bias": 1}, "use_bias"),
         ({"fsdp": "ep"}, "fsdp must be another axis"),
         ({"fsdp": "rows"}, "fsdp must be another axis"),
         *(
