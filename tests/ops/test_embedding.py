@@ -199,6 +199,7 @@ def test_tables_and_states_of_numpy(name: str, rng: Rng) -> None:
         assert bits(found) == bits(wanted)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("ids", [[3, 7, 3, -1, V], [3, 7, 9, V, V]], ids=["mixed", "sorted and different"])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
 @pytest.mark.usefixtures("each_way")

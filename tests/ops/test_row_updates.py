@@ -124,8 +124,8 @@ def test_wide_ids_and_rates(name: str, dtype: Any, rng: Rng) -> None:
         def of_one(values: jax.Array) -> Any:
             optimizer, gradient = OPTIMIZERS[name](rate), SparseRows.from_entries(ids, values, num_rows=V)
             state = optimizer.init(table)
-            both = (stepped(optimizer, at_once, table, state, gradient) for at_once in (True, False))
-            return *both, optimizer.update(gradient, state, table)[0]
+            updates, after = optimizer.update(gradient, state, table)
+            return optimizer.step(table, state, gradient), (embedding.apply_updates(table, updates), after), updates
 
         return jax.vmap(of_one)(values)
 

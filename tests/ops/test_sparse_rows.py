@@ -41,15 +41,15 @@ ROWS = rows_of(VALUES)
 @pytest.mark.usefixtures("each_way")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("draw", cases.DRAWS)
-def test_coalesce(draw: str, dtype: np.dtype, rng: Rng) -> None:
+@pytest.mark.parametrize("capacity", [None, 4, 60])
+def test_coalesce(capacity: int | None, draw: str, dtype: np.dtype, rng: Rng) -> None:
     ids = cases.DRAWS[draw](rng, 2, 40, 100)
     values = cases.draw_values(rng, ids, 5, dtype)
-    for capacity in (None, 4, 60):
-        options: dict[str, Any] = {"capacity": capacity, "on_overflow": "drop"}
-        run = jax.jit(lambda i, v, o=options: coalesce(SparseRows.from_entries(i, v, num_rows=100), **o))
-        actual = jax.tree.map(lambda x: x[None], run(ids[0], values[0]))
-        wanted = cases.expected(ids[:1], values[:1], num_rows=100, capacity=capacity or 40)
-        cases.assert_reduced(actual, wanted, dtype)
+    options: dict[str, Any] = {"capacity": capacity, "on_overflow": "drop"}
+    run = jax.jit(lambda i, v: coalesce(SparseRows.from_entries(i, v, num_rows=100), **options))
+    actual = jax.tree.map(lambda x: x[None], run(ids[0], values[0]))
+    wanted = cases.expected(ids[:1], values[:1], num_rows=100, capacity=capacity or 40)
+    cases.assert_reduced(actual, wanted, dtype)
 
 
 def test_coalesce_twice_changes_nothing_and_counts_once() -> None:

@@ -249,15 +249,20 @@ def test_sums_by_ids_and_their_derivatives(weighted: bool, rng: Rng) -> None:
 
         return jax.vmap(of_one)(rows)
 
-    found, pull = jax.vjp(sums, rows, weights)
+    @jax.jit
+    def derivatives(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+        def pulled(weights: jax.Array) -> Any:
+            found, pull = jax.vjp(sums, rows, weights)
+            return jnp.vdot(pull(cotangent)[0], rows), (found, *pull(cotangent))
+
+        mixed, first = jax.grad(pulled, has_aux=True)(weights)
+        return *first, jax.jvp(sums, [rows, weights], [rows, weights])[1], mixed
+
+    cotangent = rng.standard_normal((2, 7, 3)).astype(np.float32)
+    found, by_rows, by_weights, tangent, mixed = derivatives(rows, weights, cotangent)
     np.testing.assert_allclose(found, np.einsum("ns,n,bnd->bsd", matrix, weights, rows), rtol=1e-5, atol=1e-5)
-    cotangent = rng.standard_normal(found.shape).astype(np.float32)
-    by_rows, by_weights = pull(cotangent)
     np.testing.assert_allclose(by_rows, np.einsum("ns,n,bsd->bnd", matrix, weights, cotangent), rtol=1e-6)
-    tangent = jax.jvp(sums, [rows, weights], [rows, weights])[1]
     np.testing.assert_allclose(tangent, (1 + weighted) * found, rtol=1e-5, atol=1e-5)
-    if weighted:
-        wanted = np.einsum("ns,bnd,bsd->n", matrix, rows, cotangent)
-        np.testing.assert_allclose(by_weights, wanted, rtol=1e-5, atol=1e-5)
-        mixed = jax.grad(lambda w: jnp.vdot(jax.vjp(sums, rows, w)[1](cotangent)[0], rows))(weights)
-        np.testing.assert_allclose(mixed, wanted, rtol=1e-5, atol=1e-5)
+    wanted = weighted * np.einsum("ns,bnd,bsd->n", matrix, rows, cotangent)
+    np.testing.assert_allclose(by_weights, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(mixed, wanted, rtol=1e-5, atol=1e-5)
