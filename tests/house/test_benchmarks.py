@@ -288,11 +288,11 @@ def test_the_table_of_the_page_is_that_of_the_model() -> None:
     for row, free, few in zip(kept, anywhere, limited, strict=True):
         assert row == {
             "hosts": str(free["hosts"]),
-            "tokens that need a host": free["tokens that need a host"].replace("%", " %"),
+            "tokens that need a given host": free["tokens that need a host"].replace("%", " %"),
             "dense": rounded(free["dense, KB"]),
             "by capacity": rounded(free["by B, KB"]),
-            "at most 4 hosts a token": rounded(few["by B, KB"]),
-            "inside a node": rounded(free["inside, KB"]),
+            "by capacity, at most 4 hosts a token": rounded(few["by B, KB"]),
+            "inside a host": rounded(free["inside, KB"]),
         }
 
 
