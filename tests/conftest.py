@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import SEED, Rng, mesh_of
+from jax.experimental.compilation_cache import compilation_cache
 
 from jax_ep import Group, Implementation
 from jax_ep._kit import ffi, gemm
@@ -105,6 +106,16 @@ def optimizations(request: pytest.FixtureRequest) -> None:
     fast = jax.default_backend() == "cpu" and not optimized
     jax.config.update("jax_disable_most_optimizations", fast)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(fast).lower()  # of processes that a test starts
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    """Takes no program from the compilation cache. On a CPU JAX cannot serialize those (docs/training.md)."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it was enabled
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

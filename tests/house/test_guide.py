@@ -9,7 +9,6 @@ import inspect
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import helpers
 import jax
 import pytest
 from helpers import ROOT
-from jax.experimental.compilation_cache import compilation_cache
 
 from jax_ep import Group
 
@@ -43,17 +41,7 @@ FIRST = next(BLOCK.finditer(TEXTS["README.md"]))[1]
 CASES = [(page, "Auto") for page in PAGES] + [(page, "Explicit") for page in PAGES if "AxisType.Auto" in TEXTS[page]]
 
 
-@pytest.fixture
-def no_cache() -> Iterator[None]:
-    """Compiles all programs: on a CPU those of the compilation cache cannot be serialized (docs/training.md)."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it was enabled
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.usefixtures("native", "no_cache")
+@pytest.mark.usefixtures("native", "compiled_anew")
 @pytest.mark.parametrize(("page", "axis_type"), CASES)
 def test_the_blocks_of_a_page_run(page: str, axis_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     helpers.mesh_of(ep=8)

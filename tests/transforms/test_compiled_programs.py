@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"num_experts": EXPERTS, "implementation": "kernels"}
 
 SIZE = min(4, helpers.largest_size())
 
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "compiled_anew")
 
 
 def case_of(size: int) -> helpers.Case:
