@@ -75,7 +75,7 @@ def sum_by_ids(rows: jax.Array, ids: jax.Array, count: int, dtype: Any, weights:
 
 
 def _sums_of_rows(count: int, dtype: np.dtype, ids: jax.Array, rows: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """`_sum_by_ids` as a linear function of the rows."""
+    """`_sum_by_ids` as a linear function of the rows. JAX can also transpose it if the rows are tangents."""
     like = rows.dtype
 
     def forward(residuals: tuple[jax.Array, jax.Array | None], rows: jax.Array) -> jax.Array:
