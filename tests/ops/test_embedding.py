@@ -197,6 +197,8 @@ def test_tables_and_states_of_numpy(name: str, rng: Rng) -> None:
         found = stepped(optimizer, True, table, state, gradient)
         wanted = stepped(optimizer, True, wanted[0], wanted[1], dense)
         assert bits(found) == bits(wanted)
+        if jax.default_backend() == "cpu":  # on GPUs the kernel of `step` may add up a row in another order
+            assert bits(apart) == bits(found)
 
 
 @pytest.mark.matrix
